@@ -1,0 +1,48 @@
+# Every target sets itself up: a fresh clone needs nothing but Python 3.11+ and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup model demo test test-exact lint format peers clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY)  ## create .venv with the locked packages
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Outrider needs Python 3.11 or newer; try: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing the locked packages into $(VENV) (about a minute) ..."
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+model: $(READY)
+	@$(BIN)/outrider models pull smollm2-135m-instruct
+
+demo: model  ## plain and speculative decoding side by side on the embedded model
+	@$(BIN)/outrider demo
+
+test: model  ## the tests (under 15 minutes on 2 cores)
+	@$(BIN)/python -m pytest
+
+test-exact: model  ## the long exactness suite on the embedded model
+	@$(BIN)/python -m pytest -m exact
+
+lint: $(READY)  ## ruff, pyright, import-linter
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@$(BIN)/pyright --warnings
+	@$(BIN)/lint-imports --no-cache
+
+format: $(READY)  ## apply ruff's format and safe fixes
+	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+peers: model  ## our decoding beside transformers' generate
+	@$(BIN)/python benchmarks/peers.py
+
+clean:  ## remove the environment and caches (not the downloaded model)
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build src/*.egg-info

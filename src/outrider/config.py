@@ -1,0 +1,235 @@
+"""What a user may set: sampling, speculation and engine settings, checked on construction.
+
+Owns the ranges and their messages; knows no tensor. Every class is frozen, so a setting that
+constructs is valid everywhere below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from types import MappingProxyType
+
+from outrider.errors import ParameterError
+
+MAX_SEED = 2**64 - 1
+
+
+class Method(StrEnum):
+    """The drafting methods; ``off`` is plain decoding."""
+
+    OFF = "off"
+    NGRAM = "ngram"
+    DRAFT = "draft"
+    MEDUSA = "medusa"
+    MTP = "mtp"
+    EAGLE3 = "eagle3"
+
+
+AVAILABLE_METHODS = (Method.OFF, Method.NGRAM)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the target picks each token, and when it stops.
+
+    Applied in this order, always given the token's own prefix: penalties, logit bias, forbidden
+    ids (``min_tokens``), temperature, top-k, top-p, min-p; then shared noise and argmax.
+
+    Attributes:
+        temperature: 0 is greedy; the filters then have no effect.
+        top_k: keep the k largest logits (ties with the k-th stay); 0 keeps all.
+        top_p: keep the smallest most likely set whose probability reaches this; in (0, 1].
+        min_p: keep tokens at least this fraction as likely as the likeliest; in [0, 1].
+        repetition_penalty: divides positive and multiplies negative logits of every token seen
+            in prompt or output (Keskar et al. 2019); 1 is off.
+        presence_penalty: subtracted once from the logit of every token already in the output.
+        frequency_penalty: subtracted once per occurrence in the output.
+        logit_bias: added to the logits of these token ids.
+        seed: 0 .. 2**64 - 1; None draws a fresh private one.
+        choice: which of several answers to one prompt; salts the noise.
+        max_tokens: most tokens to emit.
+        min_tokens: end-of-sequence and stop ids are forbidden before this many tokens.
+        stop: strings that end the text; the text is cut before them.
+        stop_token_ids: further ids that end the text like an end-of-sequence token.
+        ignore_eos: go on past the model's own end-of-sequence tokens.
+
+    Raises:
+        ParameterError: a value is out of range; the message names it and the range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    choice: int = 0
+    max_tokens: int = 256
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _whole("top_k", self.top_k, 0, 2**31 - 1)
+        _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _whole("seed", self.seed, 0, MAX_SEED)
+        _whole("choice", self.choice, 0, 2**31 - 1)
+        _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise ParameterError(f"stop: {text!r} is not a non-empty string; remove it")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for token in self.stop_token_ids:
+            _whole("stop_token_ids", token, 0, 2**31 - 1)
+        for token, bias in self.logit_bias.items():
+            _whole("logit_bias token id", token, 0, 2**31 - 1)
+            _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when no noise is drawn."""
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """True when logits depend on which tokens came before."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """What drafts and how much, in TensorRT-LLM's names.
+
+    A chain of ``max_draft_len`` tokens, or, with ``use_dynamic_tree``, a tree of at most that
+    depth, ``dynamic_tree_max_topK`` children per node and ``max_total_draft_tokens`` nodes (root
+    excluded), where ``max_draft_len <= max_total_draft_tokens <= topK * max_draft_len``.
+    None chooses the upper bound. ``dynamic_tree_max_topK = 1`` is a chain.
+
+    Raises:
+        ParameterError: names the rule, the value and the allowed range.
+    """
+
+    method: Method = Method.NGRAM
+    max_draft_len: int = 8
+    use_dynamic_tree: bool = False
+    dynamic_tree_max_topK: int | None = None
+    max_total_draft_tokens: int | None = None
+    adaptive: bool = True
+    head: Path | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "method", Method(self.method))
+        except ValueError:
+            allowed = ", ".join(Method)
+            raise ParameterError(f"method: {self.method!r} is not one of {allowed}") from None
+        if self.method not in AVAILABLE_METHODS:
+            allowed = ", ".join(AVAILABLE_METHODS)
+            raise ParameterError(
+                f"method: {self.method.value} is not available in this version; use one of {allowed}"
+            )
+        _whole("max_draft_len", self.max_draft_len, 1, 128)
+        topk = self.dynamic_tree_max_topK
+        if topk is None:
+            topk = 4 if self.use_dynamic_tree else 1
+        _whole("dynamic_tree_max_topK", topk, 1, 64)
+        if topk > 1 and not self.use_dynamic_tree:
+            raise ParameterError(
+                f"dynamic_tree_max_topK: {topk} needs a tree; set use_dynamic_tree (--tree) or 1"
+            )
+        object.__setattr__(self, "dynamic_tree_max_topK", topk)
+        bound = topk * self.max_draft_len
+        total = bound if self.max_total_draft_tokens is None else self.max_total_draft_tokens
+        if not isinstance(total, int) or not self.max_draft_len <= total <= bound:
+            raise ParameterError(
+                f"max_total_draft_tokens: {total!r} breaks max_draft_len <= max_total_draft_tokens"
+                f" <= dynamic_tree_max_topK * max_draft_len; allowed here: "
+                f"{self.max_draft_len} .. {bound}"
+            )
+        object.__setattr__(self, "max_total_draft_tokens", total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How much runs at once, on what, in which precision.
+
+    Attributes:
+        max_batch_size: requests decoded together.
+        max_model_len: prompt plus output tokens of one request; None takes the model's own
+            context, at most 2,048 to keep the cache small.
+        prefill_chunk: prompt tokens per prefill pass.
+        dtype: ``auto`` (bfloat16 where the processor multiplies it natively, else float32),
+            ``bfloat16`` or ``float32``.
+        device: ``cpu``; other devices are refused in this version.
+        threads: compute threads; None leaves torch's choice.
+        self_test: ``auto`` runs the exactness self-test once per machine and model and caches
+            the result; ``always`` ignores the cache; ``off`` skips it and reports exactness as
+            unknown.
+    """
+
+    max_batch_size: int = 1
+    max_model_len: int | None = None
+    prefill_chunk: int = 256
+    dtype: str = "auto"
+    device: str = "cpu"
+    threads: int | None = None
+    self_test: str = "auto"
+
+    def __post_init__(self) -> None:
+        _whole("max_batch_size", self.max_batch_size, 1, 1024)
+        if self.max_model_len is not None:
+            _whole("max_model_len", self.max_model_len, 2, 2**24)
+        _whole("prefill_chunk", self.prefill_chunk, 1, 65536)
+        _one_of("dtype", self.dtype, ("auto", "bfloat16", "float32"))
+        _one_of("device", self.device, ("cpu",))
+        if self.threads is not None:
+            _whole("threads", self.threads, 1, 1024)
+        _one_of("self_test", self.self_test, ("auto", "always", "off"))
+
+
+def _number(
+    name: str, value: object, low: float, high: float, *, low_open: bool = False
+) -> None:
+    """Refuse what is not a finite number in the range."""
+    allowed = f"{'(' if low_open else '['}{low:g}, {high:g}]"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ParameterError(f"{name}: {value!r} is not a number in {allowed}")
+    if not low <= value <= high or (low_open and value == low):
+        raise ParameterError(f"{name}: {value:g} is outside {allowed}")
+
+
+def _whole(name: str, value: object, low: int, high: int) -> None:
+    """Refuse what is not an integer in the range."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ParameterError(f"{name}: {value!r} is not a whole number; allowed: {low} .. {high}")
+    if not low <= value <= high:
+        raise ParameterError(f"{name}: {value} is outside the allowed range {low} .. {high}")
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Refuse what is not one of the words."""
+    if value not in allowed:
+        raise ParameterError(f"{name}: {value!r} is not one of {', '.join(allowed)}")

@@ -1,0 +1,89 @@
+"""Every error that Outrider raises on purpose, in one tree.
+
+::
+
+    OutriderError
+    ├── UsageError (also a ValueError)      the caller can fix it: exit status 2
+    │   ├── ParameterError                  a sampling, speculation or engine setting out of range
+    │   ├── PromptError                     an empty, undecodable or too long prompt
+    │   └── UnknownModelError               no such name, folder or file
+    └── FailureError                        the work could not be done: exit status 1
+        ├── CheckpointError                 files that are broken, incomplete or not a model
+        │   ├── UnsafeFileError             a pickle or code where only data is read
+        │   └── UnsupportedModelError       a sound checkpoint of an architecture we do not have
+        ├── DownloadError                   a pull that did not finish or did not match its hash
+        ├── CapacityError                   the memory plan or the context does not fit
+        └── NumericsError                   the target produced a NaN: the request ends, others go on
+
+User mistakes raise one of these and say the value, what is allowed and what to do.
+Broken invariants of our own are plain ``assert``.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CapacityError",
+    "CheckpointError",
+    "DownloadError",
+    "FailureError",
+    "NumericsError",
+    "OutriderError",
+    "ParameterError",
+    "PromptError",
+    "UnknownModelError",
+    "UnsafeFileError",
+    "UnsupportedModelError",
+    "UsageError",
+]
+
+
+class OutriderError(Exception):
+    """Base of all errors that Outrider raises on purpose; ``exit_status`` is the command's."""
+
+    exit_status = 1
+
+
+class UsageError(OutriderError, ValueError):
+    """What was asked for cannot be right; nothing was started."""
+
+    exit_status = 2
+
+
+class ParameterError(UsageError):
+    """A setting is out of range, of the wrong type, or in conflict with another."""
+
+
+class PromptError(UsageError):
+    """A prompt is empty, is not text, or does not fit the context."""
+
+
+class UnknownModelError(UsageError):
+    """No model of that name, and no such folder or file."""
+
+
+class FailureError(OutriderError):
+    """The request was sound, but the work could not be done."""
+
+
+class CheckpointError(FailureError):
+    """A model's files are broken, incomplete, or not a model at all."""
+
+
+class UnsafeFileError(CheckpointError):
+    """A file that would have to be executed to be read (pickle, code); never opened."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """The checkpoint is sound, but its architecture or format is not one of ours."""
+
+
+class DownloadError(FailureError):
+    """A model could not be fetched, or what came does not match its hash."""
+
+
+class CapacityError(FailureError):
+    """What was asked for does not fit in memory or in the model's context."""
+
+
+class NumericsError(FailureError):
+    """The target's logits were not finite; that request ends, its neighbours go on."""

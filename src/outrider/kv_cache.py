@@ -1,0 +1,173 @@
+"""Keys and values of every running request, in preallocated slots.
+
+Owns slots: nothing else in the program knows where a token's keys lie. The decoder writes and
+reads through a :class:`StepSlots`, ``step`` commits the accepted path, the scheduler takes and
+frees rows. One cache row per request, half-open intervals of slots::
+
+    [0 ............ committed)[committed .... committed + T)[........ num_slots)
+     tokens of the request     this pass: root, then nodes    free (zero or stale, masked)
+
+    commit(path = 2, 4):       root  1  2  3  4              write order
+                               root  2  4  |                 kept, moved together; rest is stale
+
+Keys are stored after rotation, each at its token's own position, so moving a node to its final
+slot changes nothing in it. Stale slots may hold any finite numbers: masked, they weigh exactly
+zero. Non-finite ones would not (0 * inf is not 0), so they are scrubbed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepSlots:
+    """Where one forward pass writes and reads: a segment of consecutive slots per request.
+
+    ``live_len`` is the longest request's committed plus new tokens; reads stop there.
+    ``row_R``/``slot_R`` address each packed row; None for a single request, where a slice does.
+    """
+
+    rows: tuple[int, ...]
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    live_len: int
+    row_R: Tensor | None
+    slot_R: Tensor | None
+    row_B: Tensor | None
+
+
+class KVCache:
+    """Preallocated ``max_batch_size`` x ``num_slots`` cache of all layers.
+
+    Shapes: ``[L, B, G, S, K]`` for keys and values alike.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_batch_size: int,
+        num_slots: int,
+        dtype: torch.dtype,
+    ) -> None:
+        shape = (num_layers, max_batch_size, num_kv_heads, num_slots, head_dim)
+        self.num_slots = num_slots
+        self._keys_LBGSK = torch.zeros(shape, dtype=dtype)
+        self._values_LBGSK = torch.zeros(shape, dtype=dtype)
+        self._keys = list(self._keys_LBGSK.unbind(0))
+        self._values = list(self._values_LBGSK.unbind(0))
+        self._committed = [0] * max_batch_size
+        self._free_rows = list(range(max_batch_size))
+
+    @property
+    def num_free_rows(self) -> int:
+        """Requests that can still be taken in."""
+        return len(self._free_rows)
+
+    def allocate(self) -> int:
+        """Take the lowest free row (running requests stay dense) with nothing committed."""
+        row = heapq.heappop(self._free_rows)
+        self._committed[row] = 0
+        return row
+
+    def free(self, row: int, *, scrub: bool = False) -> None:
+        """Give a row back. Stale contents will be masked; scrub them if they may not be finite."""
+        assert row not in self._free_rows, "row freed twice"
+        self._committed[row] = 0
+        if scrub:
+            self.scrub(row, self.num_slots)
+        heapq.heappush(self._free_rows, row)
+
+    def committed(self, row: int) -> int:
+        """Tokens of this request whose keys and values are final."""
+        return self._committed[row]
+
+    def room(self, row: int) -> int:
+        """Slots behind the committed prefix."""
+        return self.num_slots - self._committed[row]
+
+    def begin(self, rows: Sequence[int], counts: Sequence[int]) -> StepSlots:
+        """Plan a pass that writes ``counts[b]`` tokens behind request ``rows[b]``'s prefix."""
+        starts = tuple(self._committed[row] for row in rows)
+        live_len = max(start + count for start, count in zip(starts, counts, strict=True))
+        assert live_len <= self.num_slots, "a pass must be clipped to the room left"
+        if len(rows) == 1:
+            return StepSlots(tuple(rows), starts, tuple(counts), live_len, None, None, None)
+        packed = [
+            (row, start + offset)
+            for row, start, count in zip(rows, starts, counts, strict=True)
+            for offset in range(count)
+        ]
+        row_R, slot_R = torch.tensor(packed).unbind(1)
+        is_range = list(rows) == list(range(rows[0], rows[0] + len(rows)))
+        row_B = None if is_range else torch.tensor(rows)
+        return StepSlots(tuple(rows), starts, tuple(counts), live_len, row_R, slot_R, row_B)
+
+    def write(self, layer: int, slots: StepSlots, key_RGK: Tensor, value_RGK: Tensor) -> None:
+        """Store the pass's keys and values of one layer, rounded to the cache's dtype."""
+        if slots.row_R is None:
+            row, start = slots.rows[0], slots.starts[0]
+            window = slice(start, start + slots.counts[0])
+            self._keys[layer][row, :, window].copy_(key_RGK.transpose(0, 1))
+            self._values[layer][row, :, window].copy_(value_RGK.transpose(0, 1))
+            return
+        keys, values = self._keys[layer], self._values[layer]
+        keys[slots.row_R, :, slots.slot_R] = key_RGK.to(keys.dtype)
+        values[slots.row_R, :, slots.slot_R] = value_RGK.to(values.dtype)
+
+    def read(self, layer: int, slots: StepSlots) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[B, G, live_len, K]`` of the pass's requests, committed and new."""
+        return self._live(self._keys[layer], slots), self._live(self._values[layer], slots)
+
+    def _live(self, cache_BGSK: Tensor, slots: StepSlots) -> Tensor:
+        if slots.row_B is not None:
+            return cache_BGSK[slots.row_B, :, : slots.live_len]
+        first = slots.rows[0]
+        return cache_BGSK[first : first + len(slots.rows), :, : slots.live_len]
+
+    def extend(self, row: int, count: int) -> None:
+        """Commit the first ``count`` tokens of the last pass as they lie (prefill)."""
+        self._committed[row] += count
+        assert self._committed[row] <= self.num_slots
+
+    def commit(self, row: int, path: Sequence[int]) -> None:
+        """Commit the root and the accepted nodes of the last pass; the rest is rolled back.
+
+        ``path`` are node indices (root is 0 and implied), ascending.
+        """
+        start = self._committed[row]
+        final = list(range(1, len(path) + 1))
+        if list(path) != final:
+            source = torch.tensor([start + node for node in path])
+            target = torch.tensor([start + place for place in final])
+            for cache in (self._keys_LBGSK, self._values_LBGSK):
+                cache[:, row, :, target] = cache[:, row, :, source]
+        self._committed[row] = start + 1 + len(path)
+
+    def scrub(self, row: int, count: int) -> None:
+        """Zero the ``count`` slots behind the committed prefix: they may hold NaN or infinity."""
+        start = self._committed[row]
+        self._keys_LBGSK[:, row, :, start : start + count] = 0
+        self._values_LBGSK[:, row, :, start : start + count] = 0
+
+    @staticmethod
+    def size_bytes(
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_batch_size: int,
+        num_slots: int,
+        dtype: torch.dtype,
+    ) -> int:
+        """Bytes that a cache of these sizes takes."""
+        per_slot = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+        return per_slot * max_batch_size * num_slots

@@ -1,0 +1,171 @@
+"""Attention over the committed prefix and each node's ancestors, in float64, rounded once.
+
+Owns masks, rotary positions and the order-independence that exactness rests on: sums over keys are
+accumulated in float64 and rounded once to the compute dtype, so neither the number of rows, nor
+the slots the keys lie in, nor masked siblings between them can change a bit (the chance that two
+float64 summation orders straddle a bfloat16 rounding boundary is about 1e-13 per element).
+
+Called by :mod:`outrider.models.decoder` once per layer; :func:`reference_attention` is the plain
+twin that the tests hold it against.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.kv_cache import StepSlots
+from outrider.models.architecture import RopeConfig
+
+# float32 keeps 24 bits, too near to float64's 53 for one rounding to hide the summation order
+# (about 1e-4 per row). Shortened to 18 bits first, the chance falls below 1e-6 per row, at a
+# relative error of 2e-6 in the attention output.
+SHORTENED_BITS = 18
+_SPLITTER = float(2 ** (53 - SHORTENED_BITS) + 1)
+
+
+def attention(
+    query_BHTK: Tensor, key_BGSK: Tensor, value_BGSK: Tensor, bias_B1TS: Tensor | None
+) -> Tensor:
+    """Softmax attention ``[B, H, T, K]`` in float64; ``bias`` is 0 where visible, else -inf."""
+    return F.scaled_dot_product_attention(
+        query_BHTK,
+        key_BGSK.double(),
+        value_BGSK.double(),
+        attn_mask=bias_B1TS,
+        enable_gqa=query_BHTK.shape[1] != key_BGSK.shape[1],
+    )
+
+
+def reference_attention(
+    query_BHTK: Tensor, key_BGSK: Tensor, value_BGSK: Tensor, bias_B1TS: Tensor | None
+) -> Tensor:
+    """The same by its definition: softmax(q k / sqrt(K) + bias) v, one einsum per line."""
+    group = query_BHTK.shape[1] // key_BGSK.shape[1]
+    key_BHSK = key_BGSK.double().repeat_interleave(group, dim=1)
+    value_BHSK = value_BGSK.double().repeat_interleave(group, dim=1)
+    scores_BHTS = torch.einsum("bhtk,bhsk->bhts", query_BHTK, key_BHSK)
+    scores_BHTS = scores_BHTS / math.sqrt(query_BHTK.shape[-1])
+    if bias_B1TS is not None:
+        scores_BHTS = scores_BHTS + bias_B1TS
+    return torch.einsum("bhts,bhsk->bhtk", scores_BHTS.softmax(-1), value_BHSK)
+
+
+def shorten(x: Tensor) -> Tensor:
+    """Round float64 to ``SHORTENED_BITS`` of mantissa (Veltkamp's splitting)."""
+    scaled = x * _SPLITTER
+    return scaled - (scaled - x)
+
+
+def visibility_bias(
+    slots: StepSlots,
+    ancestor_masks: Sequence[Tensor | None],
+    depths: Sequence[Sequence[int]],
+    window: int | None = None,
+) -> Tensor | None:
+    """Additive mask ``[B, 1, T, S]`` (float64): each row sees the prefix and its ancestors.
+
+    ``ancestor_masks[b]`` is bool ``[T_b, T_b]``, None for a chain. ``depths[b]`` are the rows'
+    distances from the segment's first position. With ``window``, only the latest ``window``
+    positions (the row's own included) are visible. Returns None where every row sees every slot.
+    """
+    if len(slots.rows) == 1 and slots.counts[0] == 1 and window is None:
+        return None
+    width = max(slots.counts)
+    bias_BTS = torch.full((len(slots.rows), width, slots.live_len), -math.inf, dtype=torch.float64)
+    for bias_TS, start, count, mask, depth in zip(
+        bias_BTS, slots.starts, slots.counts, ancestor_masks, depths, strict=True
+    ):
+        bias_TS[:count, :start] = 0.0
+        own_TT = bias_TS[:count, start : start + count]
+        if mask is None:
+            own_TT.copy_(torch.full((count, count), -math.inf, dtype=torch.float64).triu(1))
+        else:
+            own_TT.masked_fill_(mask, 0.0)
+        if window is not None:
+            row_T = start + torch.tensor(depth)
+            key_S = torch.cat([torch.arange(start), row_T])
+            is_past = row_T.unsqueeze(1) - key_S >= window
+            bias_TS[:count, : start + count].masked_fill_(is_past, -math.inf)
+        bias_TS[count:, 0] = 0.0  # padding rows look at something, so that no NaN is made
+    return bias_BTS.unsqueeze(1)
+
+
+class Rotary:
+    """Rotary positions of one model: ``rotation_R1C(position_R)`` as complex numbers.
+
+    Frequencies follow Hugging Face's definitions (``modeling_rope_utils``): float32 inverse
+    frequencies and float32 angles, as the models were trained; cosine and sine in float64.
+    """
+
+    def __init__(self, config: RopeConfig, head_dim: int) -> None:
+        self._inverse_frequency = inverse_frequencies(config, head_dim)
+        self._scale = attention_scale(config)
+
+    def rotation(self, position_R: Tensor) -> Tensor:
+        """Complex128 ``[R, 1, K / 2]``, to be multiplied with interleaved pairs."""
+        angle = torch.outer(position_R.float(), self._inverse_frequency).double()
+        return torch.polar(torch.full_like(angle, self._scale), angle).unsqueeze(1)
+
+
+def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
+    """Float32 ``[K / 2]`` of angular frequency per position, after the configured scaling."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    base = 1.0 / (config.theta**exponent)
+    if config.kind == "linear":
+        return base / config.factor
+    if config.kind == "llama3":
+        return _llama3_frequencies(base, config)
+    if config.kind == "yarn":
+        return _yarn_frequencies(base, config, head_dim)
+    return base
+
+
+def _llama3_frequencies(base: Tensor, config: RopeConfig) -> Tensor:
+    """Long waves divided by ``factor``, short ones kept, a smooth blend between (Llama 3.1)."""
+    longest = config.original_max_position / config.low_freq_factor
+    shortest = config.original_max_position / config.high_freq_factor
+    wavelength = 2 * math.pi / base
+    scaled = torch.where(wavelength > longest, base / config.factor, base)
+    blend = (config.original_max_position / wavelength - config.low_freq_factor) / (
+        config.high_freq_factor - config.low_freq_factor
+    )
+    smooth = (1 - blend) * scaled / config.factor + blend * scaled
+    is_between = (wavelength >= shortest) & (wavelength <= longest)
+    return torch.where(is_between, smooth, scaled)
+
+
+def _yarn_frequencies(base: Tensor, config: RopeConfig, head_dim: int) -> Tensor:
+    """Interpolated and original frequencies blended by a ramp over dimensions (YaRN)."""
+
+    def dimension_of(rotations: float) -> float:
+        turns = config.original_max_position / (rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(config.theta))
+
+    low, high = dimension_of(config.beta_fast), dimension_of(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # avoids a division by zero, as in the reference
+    ramp = ((torch.arange(head_dim // 2).float() - low) / (high - low)).clamp(0, 1)
+    return base / config.factor * ramp + base * (1 - ramp)
+
+
+def attention_scale(config: RopeConfig) -> float:
+    """Factor on cosine and sine; 1 except for YaRN (0.1 ln(factor) + 1, or as configured)."""
+    if config.kind != "yarn":
+        return 1.0
+    if config.attention_factor is not None:
+        return config.attention_factor
+
+    def magnitude(scale: float) -> float:
+        return 1.0 if config.factor <= 1 else 0.1 * scale * math.log(config.factor) + 1.0
+
+    if config.mscale and config.mscale_all_dim:
+        return magnitude(config.mscale) / magnitude(config.mscale_all_dim)
+    return magnitude(1.0)

@@ -1,0 +1,120 @@
+"""The draft tree: the one shape in which every drafter hands over its guesses.
+
+Owns node order, ancestor masks and clipping; pure functions on small tensors. Stands between
+``drafters.propose`` and the target's forward pass; knows neither models nor caches.
+
+One request's nodes, parents always before children::
+
+    index    0      1    2    3    4          root 0 ── 1 ── 3
+    token   root    a    b    c    d               └── 2 ── 4
+    parent   -1     0    0    1    2
+    depth     0     1    1    2    2
+
+Row 0 is the root: the last committed token, whose keys and values are not written yet. A chain is
+a tree of branching 1; a request that drafts nothing has the root alone (plain decoding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class DraftTree:
+    """One request's tree in plain lists; what drafters build and what the verifier walks.
+
+    ``score`` is the drafter's own confidence that the node is on the accepted path, in (0, 1];
+    it falls along a path. The root's is 1.
+    """
+
+    token: list[int]
+    parent: list[int] = field(default_factory=lambda: [-1])
+    depth: list[int] = field(default_factory=lambda: [0])
+    score: list[float] = field(default_factory=lambda: [1.0])
+
+    @classmethod
+    def root(cls, token: int) -> DraftTree:
+        """A tree of the root alone."""
+        return cls([token])
+
+    def __len__(self) -> int:
+        return len(self.token)
+
+    @property
+    def num_drafted(self) -> int:
+        """Nodes without the root."""
+        return len(self.token) - 1
+
+    def add(self, parent: int, token: int, score: float) -> int:
+        """Append a child and return its index; siblings must have distinct tokens."""
+        assert 0 <= parent < len(self.token)
+        self.token.append(token)
+        self.parent.append(parent)
+        self.depth.append(self.depth[parent] + 1)
+        self.score.append(score)
+        return len(self.token) - 1
+
+    def children(self) -> list[dict[int, int]]:
+        """For each node, a map from child token to child index."""
+        result: list[dict[int, int]] = [{} for _ in self.token]
+        for node in range(1, len(self.token)):
+            siblings = result[self.parent[node]]
+            assert self.token[node] not in siblings, "siblings must have distinct tokens"
+            siblings[self.token[node]] = node
+        return result
+
+    def path_tokens(self, node: int) -> list[int]:
+        """Tokens from below the root down to ``node``, ``node`` included; [] for the root."""
+        tokens = []
+        while node > 0:
+            tokens.append(self.token[node])
+            node = self.parent[node]
+        return tokens[::-1]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node is the child of the one before it."""
+        return all(parent == node - 1 for node, parent in enumerate(self.parent))
+
+    def ancestor_mask(self) -> Tensor | None:
+        """Bool ``[N, N]``: entry ``[i, j]`` says that j is i or an ancestor of i; None for a chain.
+
+        Parents precede children, so one pass in node order suffices.
+        """
+        if self.is_chain:
+            return None
+        mask_NN = np.eye(len(self), dtype=np.bool_)
+        for node in range(1, len(self)):
+            mask_NN[node] |= mask_NN[self.parent[node]]
+        return torch.from_numpy(mask_NN)
+
+    def keep(self, nodes: Sequence[int]) -> DraftTree:
+        """The subtree of these nodes (root implied); they must be closed under parents."""
+        kept = sorted({0, *nodes})
+        index = {old: new for new, old in enumerate(kept)}
+        return DraftTree(
+            token=[self.token[old] for old in kept],
+            parent=[-1 if old == 0 else index[self.parent[old]] for old in kept],
+            depth=[self.depth[old] for old in kept],
+            score=[self.score[old] for old in kept],
+        )
+
+    def best(self, max_nodes: int, max_depth: int) -> DraftTree:
+        """The ``max_nodes`` highest-scored nodes within ``max_depth`` (root excluded from both).
+
+        Scores fall along a path and ties go to the earlier node, so the choice is closed under
+        parents.
+        """
+        if len(self) - 1 <= max_nodes and max(self.depth) <= max_depth:
+            return self
+        order = sorted(range(1, len(self)), key=lambda node: (-self.score[node], node))
+        within = [node for node in order if self.depth[node] <= max_depth]
+        return self.keep(within[: max(0, max_nodes)])
+
+
+RequestTree = DraftTree
