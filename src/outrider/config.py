@@ -171,6 +171,14 @@ class SpeculationConfig:
             )
         object.__setattr__(self, "max_total_draft_tokens", total)
 
+    @property
+    def num_draft_tokens(self) -> int:
+        """Most nodes one request verifies in a step, root excluded; 0 for plain decoding."""
+        if self.method is Method.OFF:
+            return 0
+        assert self.max_total_draft_tokens is not None
+        return self.max_total_draft_tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:

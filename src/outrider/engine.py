@@ -1,0 +1,152 @@
+"""The engine: prefill, then speculative steps, for all running requests, until none is left.
+
+Owns the target, its cache, the drafter and the scheduler, and the order in which they work. Used by
+:mod:`outrider.llm`; knows no prompts as text and no user interface.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from outrider.budget import Budget, CostTable
+from outrider.config import EngineConfig, SamplingParams
+from outrider.drafters import Drafter
+from outrider.errors import PromptError
+from outrider.models.decoder import Decoder, Segment
+from outrider.output import TextDecoder
+from outrider.scheduler import Request, Scheduler
+from outrider.step import speculative_step
+from outrider.types import StepRecord
+
+
+class Engine:
+    """Decodes up to ``max_batch_size`` requests at once, refilling rows as requests end.
+
+    Args:
+        target: the model.
+        decoder: turns token ids into text.
+        eos_ids: the model's end-of-sequence tokens.
+        config: sizes.
+        max_model_len: prompt plus output tokens of one request.
+        drafter: what proposes; None decodes plainly.
+        max_draft_tokens: most nodes one request verifies in a step, root excluded.
+        costs: the target's cost table; None verifies everything drafted.
+    """
+
+    def __init__(
+        self,
+        target: Decoder,
+        *,
+        decoder: TextDecoder,
+        eos_ids: frozenset[int],
+        config: EngineConfig,
+        max_model_len: int,
+        drafter: Drafter | None,
+        max_draft_tokens: int,
+        costs: CostTable | None,
+    ) -> None:
+        self.max_model_len = max_model_len
+        self._target = target
+        self._decoder = decoder
+        self._eos_ids = eos_ids
+        self._prefill_chunk = config.prefill_chunk
+        self._drafter = drafter
+        self._cache = target.new_cache(
+            max_batch_size=config.max_batch_size,
+            num_slots=max_model_len + max_draft_tokens,
+        )
+        self._scheduler = Scheduler(self._cache)
+        self._budget = Budget(costs, max_rows=config.max_batch_size * (1 + max_draft_tokens))
+        self._next_id = itertools.count()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request waits or runs."""
+        return self._scheduler.has_work
+
+    def submit(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, speculates: bool = True
+    ) -> Request:
+        """Queue a request; ``speculates=False`` decodes it plainly beside the others.
+
+        Raises:
+            PromptError: an empty prompt, an id outside the vocabulary, or no room for one token.
+            ParameterError: a token id among the parameters is outside the vocabulary.
+        """
+        self.check_prompt(prompt_ids)
+        request = Request(
+            next(self._next_id),
+            prompt_ids,
+            params,
+            decoder=self._decoder,
+            eos_ids=self._eos_ids,
+            vocab_size=self._target.config.vocab_size,
+            max_model_len=self.max_model_len,
+            speculates=speculates and self._drafter is not None,
+        )
+        self._scheduler.submit(request)
+        return request
+
+    def step(self) -> tuple[list[Request], StepRecord | None]:
+        """Admit and prefill what fits, then advance every running request.
+
+        Returns the requests that got tokens or ended, and where the step's time went (None when
+        nothing ran).
+        """
+        with torch.inference_mode():
+            for request in self._scheduler.admit():
+                self._prefill(request)
+            running = self._scheduler.running
+            if not running:
+                return [], None
+            record = speculative_step(
+                running, self._target, self._cache, self._drafter, self._budget
+            )
+        for request in running:
+            if request.finish_reason is not None:
+                self._remove(request)
+        return running, record
+
+    def abort(self, request: Request) -> None:
+        """Cancel a request at any stage; its row is free at once. Ended requests are left alone."""
+        if request.finish_reason is None:
+            request.abort()
+            self._remove(request)
+
+    def _prefill(self, request: Request) -> None:
+        """Commit the prompt but its last token, which is the first step's root."""
+        row = request.cache_row
+        assert row is not None
+        tokens = request.token_ids[:-1]
+        for start in range(0, len(tokens), self._prefill_chunk):
+            chunk = tokens[start : start + self._prefill_chunk]
+            segment = Segment(row, chunk, range(len(chunk)))
+            self._target.forward([segment], self._cache, wants_logits=False)
+            self._cache.extend(row, len(chunk))
+        if self._drafter is not None and request.speculates:
+            self._drafter.prefill(request, None)
+
+    def _remove(self, request: Request) -> None:
+        was_admitted = request.cache_row is not None
+        self._scheduler.remove(request)
+        if self._drafter is not None and request.speculates and was_admitted:
+            self._drafter.release(request)
+
+    def check_prompt(self, prompt_ids: Sequence[int]) -> None:
+        """Refuse a prompt that cannot run, before anything is queued."""
+        if not prompt_ids:
+            raise PromptError("the prompt is empty; give at least one token")
+        vocab_size = self._target.config.vocab_size
+        for token in prompt_ids:
+            if not 0 <= token < vocab_size:
+                raise PromptError(f"prompt token {token} is outside the vocabulary 0 .. {vocab_size - 1}")
+        if len(prompt_ids) >= self.max_model_len:
+            raise PromptError(
+                f"the prompt has {len(prompt_ids)} tokens, but at most {self.max_model_len - 1} fit "
+                f"a context of {self.max_model_len} with one token of output; shorten it or raise "
+                "max_model_len"
+            )
+

@@ -1,0 +1,346 @@
+"""The Python interface: load a model once, then generate, stream and chat.
+
+Owns loading in its right order (resolve, plan memory, probe kernels, load, self-test, time) and the
+translation between prompts and token ids. Stands above :mod:`outrider.engine`; the command line
+and the demo stand on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from outrider.budget import CostTable, measure_costs
+from outrider.config import EngineConfig, SamplingParams, SpeculationConfig
+from outrider.drafters import create_drafter
+from outrider.engine import Engine
+from outrider.errors import ParameterError
+from outrider.models.architecture import DecoderConfig
+from outrider.models.decoder import Decoder
+from outrider.models.exactness import (
+    Fingerprint,
+    ResultCache,
+    default_cache_folder,
+    is_exact,
+    machine_key,
+    preferred_dtype,
+    processor_name,
+    row_policies,
+)
+from outrider.models.linear import has_packed_kernels
+from outrider.models.loading import LoadedCheckpoint, Tokenizer, load
+from outrider.models.loading.hub import DEFAULT_MODEL, resolve
+from outrider.models.memory import MemoryPlan, plan_memory
+from outrider.scheduler import Request
+from outrider.types import Completion, TextChunk, Usage
+
+ProgressCallback = Callable[[str, float | None], None]
+Prompt = str | Sequence[int]
+
+# Longer contexts are a setting, not a default: the cache is allocated up front.
+DEFAULT_MAX_MODEL_LEN = 2048
+
+GREEDY = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadedModel:
+    """What several :class:`LLM` objects share when only their speculation differs."""
+
+    target: Decoder
+    tokenizer: Tokenizer
+    fingerprint: Fingerprint
+    costs: CostTable
+    engine: EngineConfig
+    max_model_len: int
+
+
+class LLM:
+    """A loaded model that decodes, speculatively or plainly, always to the same text.
+
+    Args:
+        model: a catalogue name, a Hugging Face id, a folder or a GGUF file. A catalogue model that
+            is not in the cache is fetched.
+        speculation: what drafts; None chooses what fits the model best (n-gram in this version).
+        engine: batch size, context, precision, threads.
+        on_progress: told what is being done and, where known, the fraction done.
+
+    Raises:
+        OutriderError: see :mod:`outrider.errors`; nothing stays allocated.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = DEFAULT_MODEL,
+        *,
+        speculation: SpeculationConfig | None = None,
+        engine: EngineConfig | None = None,
+        on_progress: ProgressCallback | None = None,
+    ) -> None:
+        speculation = speculation or SpeculationConfig()
+        engine = engine or EngineConfig()
+        if engine.threads is not None:
+            torch.set_num_threads(engine.threads)
+        path = resolve(model, pull=True, on_progress=on_progress)
+        checkpoint = load(path, on_progress=on_progress)
+        self._loaded, self.memory_plan = _load_model(checkpoint, speculation, engine, on_progress)
+        self.speculation = speculation
+        self._engine = _new_engine(self._loaded, speculation)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokeniser and chat template."""
+        return self._loaded.tokenizer
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The model's architecture."""
+        return self._loaded.target.config
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Weights, kernels, precision, threads and exactness level."""
+        return self._loaded.fingerprint
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt plus output tokens of one request."""
+        return self._loaded.max_model_len
+
+    def with_speculation(self, speculation: SpeculationConfig) -> LLM:
+        """The same loaded weights with other speculation; both stay usable side by side."""
+        other = object.__new__(LLM)
+        other._loaded = self._loaded
+        other.memory_plan = self.memory_plan
+        other.speculation = speculation
+        other._engine = _new_engine(self._loaded, speculation)
+        return other
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        *,
+        on_chunk: Callable[[int, TextChunk], None] | None = None,
+    ) -> list[Completion]:
+        """Complete all prompts, up to ``max_batch_size`` at once; results in prompt order.
+
+        A string is raw text, a sequence of integers is token ids. ``on_chunk`` gets the index of
+        the prompt and each new piece of text as it comes. Interrupted (Ctrl-C, an exception in
+        ``on_chunk``), all requests are aborted and the object stays usable.
+
+        Raises:
+            PromptError: a prompt is empty, too long, or has an id outside the vocabulary.
+            ParameterError: the number of params is neither one nor that of the prompts.
+        """
+        prompt_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
+        all_params = _one_each(params, len(prompt_ids))
+        for ids in prompt_ids:
+            self._engine.check_prompt(ids)
+        requests: list[Request] = []
+        taken = [0] * len(prompt_ids)
+        completions: dict[int, Completion] = {}
+        try:
+            for ids, param in zip(prompt_ids, all_params, strict=True):
+                requests.append(self._engine.submit(ids, param))
+            index_of = {request.request_id: index for index, request in enumerate(requests)}
+            while len(completions) < len(requests):
+                for request in self._engine.step()[0]:
+                    index = index_of.get(request.request_id)
+                    if index is None:  # somebody else's stream on the same engine
+                        continue
+                    chunk = self._take(request, taken[index])
+                    taken[index] += len(chunk.token_ids)
+                    if chunk.completion is not None:
+                        completions[index] = chunk.completion
+                    if on_chunk is not None:
+                        on_chunk(index, chunk)
+        finally:
+            for request in requests:
+                self._engine.abort(request)
+        return [completions[index] for index in range(len(requests))]
+
+    def stream(self, prompt: Prompt, params: SamplingParams = GREEDY) -> Iterator[TextChunk]:
+        """Yield pieces of text as they come; the last one carries the completion.
+
+        Closing the iterator aborts the request. Several streams may be open at once; each
+        advances all.
+        """
+        request = self._engine.submit(self._encode(prompt), params)
+        return self._stream(request)
+
+    def chat(
+        self, messages: Sequence[Mapping[str, str]], params: SamplingParams = GREEDY
+    ) -> Completion:
+        """Answer a conversation of ``{"role": ..., "content": ...}`` messages."""
+        return self.generate([self.tokenizer.encode_chat(messages)], params)[0]
+
+    def stream_chat(
+        self, messages: Sequence[Mapping[str, str]], params: SamplingParams = GREEDY
+    ) -> Iterator[TextChunk]:
+        """Like :meth:`chat`, piece by piece."""
+        return self.stream(self.tokenizer.encode_chat(messages), params)
+
+    def _stream(self, request: Request) -> Iterator[TextChunk]:
+        taken = 0
+        try:
+            while True:
+                if request.finish_reason is None:
+                    self._engine.step()
+                chunk = self._take(request, taken)
+                taken += len(chunk.token_ids)
+                yield chunk
+                if chunk.completion is not None:
+                    return
+        finally:
+            self._engine.abort(request)
+
+    def _take(self, request: Request, taken: int) -> TextChunk:
+        """What came since the last call for this request."""
+        tokens = tuple(request.token_ids[request.prompt_len + taken :])
+        completion = None if request.finish_reason is None else self._completion(request)
+        return TextChunk(request.output.take_text(), tokens, completion)
+
+    def _completion(self, request: Request) -> Completion:
+        assert request.finish_reason is not None
+        return Completion(
+            text=request.output.text,
+            token_ids=tuple(request.token_ids[request.prompt_len :]),
+            finish_reason=request.finish_reason,
+            usage=Usage(request.prompt_len, request.num_output),
+            method=self.speculation.method if request.speculates else "off",
+            speculation=request.stats,
+            timing=request.timing(),
+            fingerprint=self.fingerprint.text,
+            seed=request.sampler.seed,
+            error=request.error,
+        )
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+
+def _load_model(
+    checkpoint: LoadedCheckpoint,
+    speculation: SpeculationConfig,
+    engine: EngineConfig,
+    on_progress: ProgressCallback | None,
+) -> tuple[_LoadedModel, MemoryPlan]:
+    """Plan, probe, load, test and time, in this order: what cannot fit is refused first."""
+    config = checkpoint.config
+    dtype = resolve_dtype(engine.dtype)
+    max_model_len = resolve_max_model_len(config, engine)
+    plan = plan_memory(
+        config,
+        dtype=dtype,
+        max_batch_size=engine.max_batch_size,
+        max_model_len=max_model_len,
+        max_draft_tokens=speculation.num_draft_tokens,
+        prefill_chunk=engine.prefill_chunk,
+    )
+    plan.check()
+    results = None if engine.self_test == "always" else ResultCache(default_cache_folder())
+    policies = row_policies(config, dtype, results, on_progress)
+
+    def on_layer(fraction: float) -> None:
+        if on_progress is not None:
+            on_progress("loading weights", fraction)
+
+    target = Decoder(
+        config, checkpoint.weights, dtype=dtype, policies=policies, on_layer=on_layer
+    )
+    weights_hash = checkpoint.weights_hash
+    exact = None
+    if engine.self_test != "off":
+        exact = is_exact(target, weights_hash, results, on_progress)
+    fingerprint = Fingerprint(
+        model=checkpoint.name,
+        weights_hash=weights_hash,
+        dtype=str(dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        processor=processor_name(),
+        torch_version=torch.__version__,
+        kernels="oneDNN packed" if has_packed_kernels() else "stock",
+        is_exact=exact,
+    )
+    costs = _cost_table(target, weights_hash, max_model_len, results, on_progress)
+    loaded = _LoadedModel(target, checkpoint.tokenizer, fingerprint, costs, engine, max_model_len)
+    return loaded, plan
+
+
+def _cost_table(
+    target: Decoder,
+    weights_hash: str,
+    max_model_len: int,
+    results: ResultCache | None,
+    on_progress: ProgressCallback | None,
+) -> CostTable:
+    """The target's cost table, measured once per machine and model."""
+    key = f"costs {weights_hash} {machine_key(target.dtype)} {max_model_len}"
+    known = results.get(key) if results else None
+    if known is not None:
+        return CostTable.from_json(known)
+    costs = measure_costs(target, max_model_len, on_progress)
+    if results is not None:
+        results.put(key, asdict(costs))
+    return costs
+
+
+def _new_engine(loaded: _LoadedModel, speculation: SpeculationConfig) -> Engine:
+    return Engine(
+        loaded.target,
+        decoder=loaded.tokenizer,
+        eos_ids=loaded.tokenizer.eos_ids,
+        config=loaded.engine,
+        max_model_len=loaded.max_model_len,
+        drafter=create_drafter(speculation),
+        max_draft_tokens=speculation.num_draft_tokens,
+        costs=loaded.costs if speculation.adaptive else None,
+    )
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """The precision in force."""
+    if name == "auto":
+        return preferred_dtype()
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
+def resolve_max_model_len(config: DecoderConfig, engine: EngineConfig) -> int:
+    """The context in force.
+
+    Raises:
+        ParameterError: more was asked for than the model's positions reach.
+    """
+    if engine.max_model_len is None:
+        return min(config.max_position, DEFAULT_MAX_MODEL_LEN)
+    if engine.max_model_len > config.max_position:
+        raise ParameterError(
+            f"max_model_len: {engine.max_model_len} is beyond the model's context of "
+            f"{config.max_position} tokens; allowed: 2 .. {config.max_position}"
+        )
+    return engine.max_model_len
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]  # all are integers: one prompt's ids
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _one_each(
+    params: SamplingParams | Sequence[SamplingParams], count: int
+) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise ParameterError(
+            f"params: {len(params)} for {count} prompts; give one for all or one for each"
+        )
+    return list(params)

@@ -1,0 +1,142 @@
+"""One speculative step: propose, forward, choose, accept, commit, emit.
+
+Owns the order of the algorithm and nothing else. Called by the engine for all requests that decode;
+a request that drafts nothing takes the same path with a tree of its root alone, which is plain
+decoding. The first token after prefill too: prefill commits all of the prompt but its last token,
+which is the first step's root.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from outrider.budget import Budget
+from outrider.drafters.base import Drafter
+from outrider.kv_cache import KVCache
+from outrider.models.decoder import Decoder, Segment
+from outrider.sampling import argmax_rows
+from outrider.scheduler import Request
+from outrider.tree import DraftTree
+from outrider.types import StepRecord, Verdict
+from outrider.verify import walk
+
+
+def speculative_step(
+    requests: Sequence[Request],
+    target: Decoder,
+    cache: KVCache,
+    drafter: Drafter | None,
+    budget: Budget,
+) -> StepRecord:
+    """Advance every request by at least one token; ended ones carry their ``finish_reason``."""
+    started = time.perf_counter()
+    trees = propose(requests, drafter)
+    trees = budget.prune(trees, [cache.committed(_row(request)) for request in requests])
+    drafted = time.perf_counter()
+
+    segments = [_segment(*pair) for pair in zip(requests, trees, strict=True)]
+    logits_RV = target.forward(segments, cache).logits_RV
+    picks, is_tainted = choose(requests, trees, logits_RV)
+    verdicts = [walk(tree, picked) for tree, picked in zip(trees, picks, strict=True)]
+    for b in range(len(requests)):
+        if is_tainted[b] and trees[b].num_drafted:
+            verdicts[b] = decode_alone(requests[b], trees[b], target, cache)
+    verified = time.perf_counter()
+
+    for request, verdict in zip(requests, verdicts, strict=True):
+        cache.commit(_row(request), verdict.path)
+        request.emit(verdict)
+        request.sampler.release(len(request.token_ids))
+    speculating = [b for b, request in enumerate(requests) if request.speculates]
+    if drafter is not None and speculating:
+        drafter.observe(
+            [requests[b] for b in speculating],
+            [trees[b] for b in speculating],
+            [verdicts[b] for b in speculating],
+            None,
+        )
+    return _record(requests, trees, budget, (started, drafted, verified, time.perf_counter()))
+
+
+def propose(requests: Sequence[Request], drafter: Drafter | None) -> list[DraftTree]:
+    """One tree per request, no deeper than it can still use; the root alone where none drafts."""
+    trees = [DraftTree.root(request.token_ids[-1]) for request in requests]
+    speculating = [b for b, r in enumerate(requests) if r.speculates and r.max_depth > 0]
+    if drafter is not None and speculating:
+        drafting = [requests[b] for b in speculating]
+        proposed = drafter.propose(drafting, [request.max_depth for request in drafting])
+        for b, tree in zip(speculating, proposed, strict=True):
+            trees[b] = tree
+    return trees
+
+
+def choose(
+    requests: Sequence[Request], trees: Sequence[DraftTree], logits_RV: torch.Tensor
+) -> tuple[list[Sequence[int]], list[bool]]:
+    """The target's own pick at every node: argmax of warped logits plus the position's noise.
+
+    Also says for each request whether any of its rows, on the path or off it, is not finite.
+    """
+    raw = argmax_rows(logits_RV)
+    picks: list[Sequence[int]] = []
+    is_tainted = []
+    first = 0
+    for request, tree in zip(requests, trees, strict=True):
+        rows = slice(first, first + len(tree))
+        first += len(tree)
+        is_tainted.append(-1 in raw[rows])
+        if request.sampler.is_raw_argmax:
+            picks.append(raw[rows])
+        else:
+            picks.append(request.sampler.picks(logits_RV[rows], request.token_ids, tree))
+    return picks, is_tainted
+
+
+def decode_alone(
+    request: Request, tree: DraftTree, target: Decoder, cache: KVCache
+) -> Verdict:
+    """Repeat a request's step without its drafts, one of which made a row that is not finite.
+
+    A mask cannot hide such a node (infinity times zero is not zero), so its siblings' rows are
+    spoilt too, and the text must not depend on what was drafted.
+    """
+    cache.scrub(_row(request), len(tree))
+    root = DraftTree.root(tree.token[0])
+    logits_RV = target.forward([_segment(request, root)], cache).logits_RV
+    (picks,), _ = choose([request], [root], logits_RV)
+    verdict = walk(root, picks)
+    return Verdict(verdict.path, verdict.tokens, tree.num_drafted, verdict.is_finite)
+
+
+def _segment(request: Request, tree: DraftTree) -> Segment:
+    return Segment(_row(request), tree.token, tree.depth, tree.ancestor_mask())
+
+
+def _row(request: Request) -> int:
+    assert request.cache_row is not None, "a request decodes only while it holds a cache row"
+    return request.cache_row
+
+
+def _record(
+    requests: Sequence[Request],
+    trees: Sequence[DraftTree],
+    budget: Budget,
+    times: tuple[float, float, float, float],
+) -> StepRecord:
+    """Share the step's time among its requests and tell the budget what it cost."""
+    started, drafted, verified, ended = times
+    for request in requests:
+        request.draft_s += (drafted - started) / len(requests)
+        request.verify_s += (verified - drafted) / len(requests)
+    record = StepRecord(
+        num_requests=len(requests),
+        num_rows=sum(len(tree) for tree in trees),
+        draft_s=drafted - started,
+        verify_s=verified - drafted,
+        rest_s=ended - verified,
+    )
+    budget.observe(record)
+    return record

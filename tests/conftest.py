@@ -1,0 +1,15 @@
+"""Settings of the whole suite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_compute_thread():
+    """Tiny models gain nothing from a second thread, and spinning threads slow a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

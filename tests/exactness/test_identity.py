@@ -1,0 +1,251 @@
+"""L1 and L2 on tiny random targets: token ids do not depend on speculation, batch or drafter.
+
+Contract (design section 5): strict equality of ids, text and finish reason, greedy and sampled,
+zero exceptions. Every test asserts that tokens were drafted, accepted and rejected, so none can
+pass by not speculating.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.config import SamplingParams, SpeculationConfig
+from outrider.drafters import create_drafter
+from outrider.models.decoder import Decoder
+from outrider.models.exactness import random_tokens
+from outrider.types import SpeculationStats
+from tests.drafters import ScriptedDrafter
+from tests.engines import Outcome, new_engine, run
+from tests.models import random_decoder
+
+LENGTHS = (1, 23, 7, 40, 12)  # of the prompts; unequal, one of a single token
+SAMPLING = {
+    "greedy": {"temperature": 0.0},
+    "warm": {"temperature": 0.8, "seed": 7},
+    "hot": {"temperature": 1.0, "seed": 2**64 - 1},
+    "top-k": {"temperature": 1.0, "top_k": 7, "seed": 1},
+    "top-p": {"temperature": 1.0, "top_p": 0.7, "seed": 2},
+    "min-p": {"temperature": 1.2, "min_p": 0.05, "seed": 3},
+    "penalties": {
+        "temperature": 0.9,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.3,
+        "seed": 4,
+    },
+    "greedy penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.5},
+    "bias": {"temperature": 0.7, "logit_bias": {5: 4.0, 9: -100.0}, "seed": 5},
+}
+DRAFTERS = {
+    "chain, always right": {},
+    "chain, often wrong": {"honesty": 0.6},
+    "chain, always wrong": {"honesty": 0.0},
+    "tree, true child first": {"siblings": 2, "honesty": 0.9},
+    "tree, true child last": {"siblings": 3, "honesty": 0.8, "order": "last", "depth": 6},
+}
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def target(request: pytest.FixtureRequest) -> Decoder:
+    return random_decoder(request.param)
+
+
+def prompts_of(target: Decoder) -> list[list[int]]:
+    vocab_size = target.config.vocab_size
+    return [random_tokens(vocab_size, length, seed=31 * length) for length in LENGTHS]
+
+
+def params_of(name: str, **changes: object) -> list[SamplingParams]:
+    """One per prompt, each with its own seed."""
+    settings = {"max_tokens": 40, **SAMPLING[name], **changes}
+    seed = settings.get("seed")
+    return [
+        SamplingParams(**{**settings, "seed": None if seed is None else (seed + i) % 2**64})
+        for i in range(len(LENGTHS))
+    ]
+
+
+_PLAIN: dict[tuple[object, ...], list[Outcome]] = {}
+
+
+def plain(target: Decoder, prompts, params) -> list[Outcome]:
+    """Each request alone, one token a step; decoded once per target and parameters."""
+    key = (id(target), repr(prompts), repr(params))
+    if key not in _PLAIN:
+        engine = new_engine(target, None)
+        pairs = zip(prompts, params, strict=True)
+        _PLAIN[key] = [run(engine, [prompt], [param])[0][0] for prompt, param in pairs]
+    return _PLAIN[key]
+
+
+def foresight(prompts, outcomes: list[Outcome]):
+    """The oracle: what the plain run emitted behind the tokens so far."""
+    futures = [list(p) + list(o.token_ids) for p, o in zip(prompts, outcomes, strict=True)]
+
+    def foresee(tokens, count):
+        for future in futures:
+            if future[: len(tokens)] == list(tokens):
+                return future[len(tokens) : len(tokens) + count]
+        raise AssertionError("the run left the plain run's path")
+
+    return foresee
+
+
+def assert_speculated(stats: SpeculationStats, *, accepted: bool, rejected: bool) -> None:
+    assert stats.drafted > 0
+    assert (stats.accepted > 0) == accepted
+    assert (stats.drafted > stats.accepted) == rejected
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_tokens_are_those_of_plain_decoding(
+    target: Decoder, drafter: str, sampling: str, batch: int
+) -> None:
+    prompts, params = prompts_of(target), params_of(sampling)
+    expected = plain(target, prompts, params)
+    scripted = ScriptedDrafter(
+        foresight(prompts, expected), target.config.vocab_size, **DRAFTERS[drafter]
+    )
+    engine = new_engine(target, scripted, max_batch_size=batch)
+    outcomes, stats = run(engine, prompts, params)
+
+    assert expected == outcomes
+    assert not scripted.live_requests
+    assert_speculated(
+        stats, accepted="always wrong" not in drafter, rejected="always right" not in drafter
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 3, 5])
+@pytest.mark.parametrize("use_tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("sampling", ["greedy", "warm", "top-p", "penalties"])
+def test_tokens_are_the_same_with_ngram_speculation(
+    target: Decoder, sampling: str, use_tree: bool, batch: int
+) -> None:
+    """Biased towards few tokens, so that the text repeats itself and the drafter has a chance."""
+    bias = {token: 6.0 for token in range(12)}
+    prompts, params = prompts_of(target), params_of(sampling, logit_bias=bias, max_tokens=60)
+    expected = plain(target, prompts, params)
+    config = SpeculationConfig(use_dynamic_tree=use_tree, adaptive=False)
+    engine = new_engine(
+        target,
+        create_drafter(config),
+        max_batch_size=batch,
+        max_draft_tokens=config.num_draft_tokens,
+    )
+    outcomes, stats = run(engine, prompts, params)
+
+    assert expected == outcomes
+    assert_speculated(stats, accepted=True, rejected=True)
+
+
+def test_a_request_that_opts_out_decodes_plainly_beside_others(target: Decoder) -> None:
+    prompts, params = prompts_of(target), params_of("warm")
+    expected = plain(target, prompts, params)
+    scripted = ScriptedDrafter(
+        foresight(prompts, expected), target.config.vocab_size, honesty=0.7, siblings=1
+    )
+    engine = new_engine(target, scripted, max_batch_size=4)
+    requests = [
+        engine.submit(prompt, param, speculates=i % 2 == 0)
+        for i, (prompt, param) in enumerate(zip(prompts, params, strict=True))
+    ]
+    while engine.has_work:
+        engine.step()
+
+    assert [o.token_ids for o in expected] == [tuple(r.token_ids[r.prompt_len :]) for r in requests]
+    assert [0, 0] == [requests[1].stats.drafted, requests[3].stats.drafted]
+    assert_speculated(requests[0].stats, accepted=True, rejected=True)
+
+
+@pytest.mark.parametrize("depth", [1, 3, 7])
+def test_an_oracle_takes_the_fewest_possible_steps(target: Decoder, depth: int) -> None:
+    prompts, params = prompts_of(target)[1:2], params_of("hot")[1:2]
+    expected = plain(target, prompts, params)
+    oracle = ScriptedDrafter(
+        foresight(prompts, expected), target.config.vocab_size, depth=depth, siblings=1
+    )
+    outcomes, stats = run(new_engine(target, oracle), prompts, params)
+    num_tokens = len(expected[0].token_ids)
+
+    assert expected == outcomes
+    assert -(-num_tokens // (depth + 1)) == stats.verify_steps
+
+
+def test_abort_frees_the_row_and_leaves_the_others_text(target: Decoder) -> None:
+    prompts, params = prompts_of(target), params_of("warm")
+    expected = plain(target, prompts, params)
+    scripted = ScriptedDrafter(
+        foresight(prompts, expected), target.config.vocab_size, honesty=0.7, siblings=1
+    )
+    engine = new_engine(target, scripted, max_batch_size=2)
+    requests = [engine.submit(*pair) for pair in zip(prompts, params, strict=True)]
+    engine.step()
+    engine.abort(requests[0])  # running
+    engine.abort(requests[4])  # waiting
+    engine.abort(requests[4])  # ended already: nothing happens
+    while engine.has_work:
+        engine.step()
+
+    assert ["abort", "length", "length", "length", "abort"] == [r.finish_reason for r in requests]
+    for i in (1, 2, 3):
+        assert expected[i].token_ids == tuple(requests[i].token_ids[requests[i].prompt_len :])
+    assert not scripted.live_requests
+    assert_speculated(requests[1].stats, accepted=True, rejected=True)
+
+
+def test_a_nan_ends_its_request_and_leaves_neighbours_bitwise_untouched(target: Decoder) -> None:
+    """One token's embedding is made NaN: whoever meets it ends; its cache row is clean again."""
+    prompts, params = prompts_of(target), params_of("hot")
+    expected = plain(target, prompts, params)
+    poison = 330
+    assert all(poison not in p for p in prompts)
+    assert all(poison not in o.token_ids for o in expected)
+    clean = target._embedding[poison].clone()
+    target._embedding[poison] = float("nan")
+    try:
+        drafter = ScriptedDrafter(
+            foresight(prompts, expected), target.config.vocab_size, honesty=0.7, siblings=2
+        )
+        engine = new_engine(target, drafter, max_batch_size=3)
+        poisoned = engine.submit([1, 2, poison, 3], params[0], speculates=False)
+        outcomes, stats = run(engine, prompts, params)
+        again = run(engine, prompts, params)[0]
+    finally:
+        target._embedding[poison] = clean
+
+    assert "error" == poisoned.finish_reason
+    assert poisoned.error is not None
+    assert expected == outcomes == again
+    assert_speculated(stats, accepted=True, rejected=True)
+
+
+def test_a_drafted_nan_is_rejected_without_a_trace(target: Decoder) -> None:
+    """A draft token that overflows is rejected; its stale slots must not poison later steps."""
+    prompts, params = prompts_of(target), params_of("warm")
+    expected = plain(target, prompts, params)
+    poison = 330
+    clean = target._embedding[poison].clone()
+    target._embedding[poison] = float("nan")
+
+    class PoisonedDrafter(ScriptedDrafter):
+        def propose(self, requests, max_depth):
+            trees = super().propose(requests, max_depth)
+            for tree in trees:
+                if self._rng.random() < 0.3 and poison not in tree.children()[0]:
+                    tree.add(0, poison, 0.01)
+            return trees
+
+    try:
+        drafter = PoisonedDrafter(
+            foresight(prompts, expected), target.config.vocab_size, honesty=0.8
+        )
+        outcomes, stats = run(new_engine(target, drafter, max_batch_size=2), prompts, params)
+    finally:
+        target._embedding[poison] = clean
+
+    assert expected == outcomes
+    assert_speculated(stats, accepted=True, rejected=True)
