@@ -52,11 +52,17 @@ def new_engine(
     )
 
 
+def submit(engine: Engine, prompt: Sequence[int], params: SamplingParams, **more) -> Request:
+    request = engine.new_request(prompt, params, **more)
+    engine.submit(request)
+    return request
+
+
 def run(
     engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> tuple[list[Outcome], SpeculationStats]:
     """Run all prompts to the end; outcomes in prompt order and the summed statistics."""
-    requests = [engine.submit(ids, param) for ids, param in zip(prompts, params, strict=True)]
+    requests = [submit(engine, *pair) for pair in zip(prompts, params, strict=True)]
     while engine.has_work:
         engine.step()
     stats = SpeculationStats()

@@ -43,9 +43,7 @@ def random_weights(config: DecoderConfig, seed: int = 0) -> dict[str, torch.Tens
     return weights
 
 
-def random_decoder(
-    dtype: torch.dtype = torch.float32, seed: int = 0, **changes: object
-) -> Decoder:
+def random_decoder(dtype: torch.dtype = torch.float32, seed: int = 0, **changes: object) -> Decoder:
     """A decoder with random weights; its row ranges are probed, not remembered."""
     config = tiny_config(**changes)
     policies = row_policies(config, dtype, cache=None)

@@ -2,10 +2,10 @@
 
 The flow of one request, top to bottom; imports point down only::
 
-    cli -> llm -> engine -> scheduler | step | budget -> drafters | verify | output
+    cli -> commands -> llm -> engine -> scheduler | step | budget -> drafters | verify | output
         -> models -> kv_cache | sampling -> noise | tree -> config | types -> errors
 
-Public names are listed in ``__all__`` and loaded on first use, so that ``import outrider`` is quick.
+Public names are listed in ``__all__`` and loaded on first use, so ``import outrider`` is quick.
 """
 
 from __future__ import annotations

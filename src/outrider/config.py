@@ -149,7 +149,7 @@ class SpeculationConfig:
         if self.method not in AVAILABLE_METHODS:
             allowed = ", ".join(AVAILABLE_METHODS)
             raise ParameterError(
-                f"method: {self.method.value} is not available in this version; use one of {allowed}"
+                f"method: {self.method} is not available in this version; use one of {allowed}"
             )
         _whole("max_draft_len", self.max_draft_len, 1, 128)
         topk = self.dynamic_tree_max_topK
@@ -218,9 +218,7 @@ class EngineConfig:
         _one_of("self_test", self.self_test, ("auto", "always", "off"))
 
 
-def _number(
-    name: str, value: object, low: float, high: float, *, low_open: bool = False
-) -> None:
+def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
     """Refuse what is not a finite number in the range."""
     allowed = f"{'(' if low_open else '['}{low:g}, {high:g}]"
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

@@ -67,17 +67,17 @@ class Engine:
         """Whether any request waits or runs."""
         return self._scheduler.has_work
 
-    def submit(
+    def new_request(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, speculates: bool = True
     ) -> Request:
-        """Queue a request; ``speculates=False`` decodes it plainly beside the others.
+        """A request, checked but not yet queued; ``speculates=False`` decodes it plainly.
 
         Raises:
             PromptError: an empty prompt, an id outside the vocabulary, or no room for one token.
             ParameterError: a token id among the parameters is outside the vocabulary.
         """
-        self.check_prompt(prompt_ids)
-        request = Request(
+        self._check_prompt(prompt_ids)
+        return Request(
             next(self._next_id),
             prompt_ids,
             params,
@@ -87,8 +87,10 @@ class Engine:
             max_model_len=self.max_model_len,
             speculates=speculates and self._drafter is not None,
         )
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; it runs as soon as a cache row is free."""
         self._scheduler.submit(request)
-        return request
 
     def step(self) -> tuple[list[Request], StepRecord | None]:
         """Admit and prefill what fits, then advance every running request.
@@ -102,9 +104,15 @@ class Engine:
             running = self._scheduler.running
             if not running:
                 return [], None
-            record = speculative_step(
-                running, self._target, self._cache, self._drafter, self._budget
-            )
+            try:
+                record = speculative_step(
+                    running, self._target, self._cache, self._drafter, self._budget
+                )
+            except BaseException:
+                # Interrupted half-way (Ctrl-C, memory), cache and texts may be out of step.
+                for request in running:
+                    self.abort(request)
+                raise
         for request in running:
             if request.finish_reason is not None:
                 self._remove(request)
@@ -135,18 +143,18 @@ class Engine:
         if self._drafter is not None and request.speculates and was_admitted:
             self._drafter.release(request)
 
-    def check_prompt(self, prompt_ids: Sequence[int]) -> None:
-        """Refuse a prompt that cannot run, before anything is queued."""
+    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
         if not prompt_ids:
             raise PromptError("the prompt is empty; give at least one token")
         vocab_size = self._target.config.vocab_size
         for token in prompt_ids:
             if not 0 <= token < vocab_size:
-                raise PromptError(f"prompt token {token} is outside the vocabulary 0 .. {vocab_size - 1}")
+                raise PromptError(
+                    f"prompt token {token} is outside the vocabulary: 0 .. {vocab_size - 1}"
+                )
         if len(prompt_ids) >= self.max_model_len:
             raise PromptError(
-                f"the prompt has {len(prompt_ids)} tokens, but at most {self.max_model_len - 1} fit "
-                f"a context of {self.max_model_len} with one token of output; shorten it or raise "
-                "max_model_len"
+                f"the prompt has {len(prompt_ids)} tokens, but at most {self.max_model_len - 1} "
+                f"fit a context of {self.max_model_len} with one token of output; shorten it or "
+                "raise max_model_len"
             )
-

@@ -13,7 +13,7 @@
         │   └── UnsupportedModelError       a sound checkpoint of an architecture we do not have
         ├── DownloadError                   a pull that did not finish or did not match its hash
         ├── CapacityError                   the memory plan or the context does not fit
-        └── NumericsError                   the target produced a NaN: the request ends, others go on
+        └── NumericsError                   the target made a NaN: the request ends, others go on
 
 User mistakes raise one of these and say the value, what is allowed and what to do.
 Broken invariants of our own are plain ``assert``.

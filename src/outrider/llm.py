@@ -7,7 +7,7 @@ and the demo stand on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -138,14 +138,15 @@ class LLM:
         """
         prompt_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
         all_params = _one_each(params, len(prompt_ids))
-        for ids in prompt_ids:
-            self._engine.check_prompt(ids)
-        requests: list[Request] = []
+        requests = [
+            self._engine.new_request(ids, param)
+            for ids, param in zip(prompt_ids, all_params, strict=True)
+        ]
         taken = [0] * len(prompt_ids)
         completions: dict[int, Completion] = {}
         try:
-            for ids, param in zip(prompt_ids, all_params, strict=True):
-                requests.append(self._engine.submit(ids, param))
+            for request in requests:
+                self._engine.submit(request)
             index_of = {request.request_id: index for index, request in enumerate(requests)}
             while len(completions) < len(requests):
                 for request in self._engine.step()[0]:
@@ -163,13 +164,15 @@ class LLM:
                 self._engine.abort(request)
         return [completions[index] for index in range(len(requests))]
 
-    def stream(self, prompt: Prompt, params: SamplingParams = GREEDY) -> Iterator[TextChunk]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams = GREEDY
+    ) -> Generator[TextChunk, None, None]:
         """Yield pieces of text as they come; the last one carries the completion.
 
-        Closing the iterator aborts the request. Several streams may be open at once; each
-        advances all.
+        What is wrong with the prompt is raised here, the request starts with the first ``next``,
+        closing the generator aborts it. Several may be open at once; each advances all.
         """
-        request = self._engine.submit(self._encode(prompt), params)
+        request = self._engine.new_request(self._encode(prompt), params)
         return self._stream(request)
 
     def chat(
@@ -180,12 +183,13 @@ class LLM:
 
     def stream_chat(
         self, messages: Sequence[Mapping[str, str]], params: SamplingParams = GREEDY
-    ) -> Iterator[TextChunk]:
+    ) -> Generator[TextChunk, None, None]:
         """Like :meth:`chat`, piece by piece."""
         return self.stream(self.tokenizer.encode_chat(messages), params)
 
-    def _stream(self, request: Request) -> Iterator[TextChunk]:
+    def _stream(self, request: Request) -> Generator[TextChunk, None, None]:
         taken = 0
+        self._engine.submit(request)
         try:
             while True:
                 if request.finish_reason is None:
@@ -249,9 +253,7 @@ def _load_model(
         if on_progress is not None:
             on_progress("loading weights", fraction)
 
-    target = Decoder(
-        config, checkpoint.weights, dtype=dtype, policies=policies, on_layer=on_layer
-    )
+    target = Decoder(config, checkpoint.weights, dtype=dtype, policies=policies, on_layer=on_layer)
     weights_hash = checkpoint.weights_hash
     exact = None
     if engine.self_test != "off":

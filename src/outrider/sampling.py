@@ -154,9 +154,7 @@ class RequestSampler:
             and not self._forbidden.size
         )
 
-    def picks(
-        self, logits_NV: Tensor, token_ids: Sequence[int], tree: DraftTree
-    ) -> Sequence[int]:
+    def picks(self, logits_NV: Tensor, token_ids: Sequence[int], tree: DraftTree) -> Sequence[int]:
         """What :meth:`choose` returns, each node computed when it is first looked up.
 
         A walk looks up the nodes of its path only, so a wide tree costs no more than a chain. Use

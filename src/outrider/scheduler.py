@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 from outrider.config import SamplingParams
 from outrider.kv_cache import KVCache
@@ -150,9 +151,10 @@ class Scheduler:
         return admitted
 
     def remove(self, request: Request) -> None:
-        """Take a request that ended out of the queue or off its row."""
+        """Take a request that ended out of the queue or off its row, wherever it was."""
         if request.cache_row is None:
-            self._waiting.remove(request)
+            with suppress(ValueError):  # it was never queued
+                self._waiting.remove(request)
             return
         self._running.remove(request)
         self._cache.free(request.cache_row, scrub=request.finish_reason is FinishReason.ERROR)

@@ -95,9 +95,7 @@ def choose(
     return picks, is_tainted
 
 
-def decode_alone(
-    request: Request, tree: DraftTree, target: Decoder, cache: KVCache
-) -> Verdict:
+def decode_alone(request: Request, tree: DraftTree, target: Decoder, cache: KVCache) -> Verdict:
     """Repeat a request's step without its drafts, one of which made a row that is not finite.
 
     A mask cannot hide such a node (infinity times zero is not zero), so its siblings' rows are

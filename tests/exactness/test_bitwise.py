@@ -150,7 +150,9 @@ def test_a_commit_that_moves_the_wrong_node_is_caught(monkeypatch) -> None:
     cache_class = type(decoder.new_cache(max_batch_size=1, num_slots=8))
     commit = cache_class.commit
     monkeypatch.setattr(
-        cache_class, "commit", lambda self, row, path: commit(self, row, [max(1, n - 1) for n in path])
+        cache_class,
+        "commit",
+        lambda self, row, path: commit(self, row, [max(1, n - 1) for n in path]),
     )
 
     assert not exactness.check_trees(decoder, tokens, expected_RV)

@@ -16,7 +16,7 @@ from outrider.models.decoder import Decoder
 from outrider.models.exactness import random_tokens
 from outrider.types import SpeculationStats
 from tests.drafters import ScriptedDrafter
-from tests.engines import Outcome, new_engine, run
+from tests.engines import Outcome, new_engine, run, submit
 from tests.models import random_decoder
 
 LENGTHS = (1, 23, 7, 40, 12)  # of the prompts; unequal, one of a single token
@@ -126,7 +126,7 @@ def test_tokens_are_the_same_with_ngram_speculation(
     target: Decoder, sampling: str, use_tree: bool, batch: int
 ) -> None:
     """Biased towards few tokens, so that the text repeats itself and the drafter has a chance."""
-    bias = {token: 6.0 for token in range(12)}
+    bias = dict.fromkeys(range(12), 6.0)
     prompts, params = prompts_of(target), params_of(sampling, logit_bias=bias, max_tokens=60)
     expected = plain(target, prompts, params)
     config = SpeculationConfig(use_dynamic_tree=use_tree, adaptive=False)
@@ -150,7 +150,7 @@ def test_a_request_that_opts_out_decodes_plainly_beside_others(target: Decoder) 
     )
     engine = new_engine(target, scripted, max_batch_size=4)
     requests = [
-        engine.submit(prompt, param, speculates=i % 2 == 0)
+        submit(engine, prompt, param, speculates=i % 2 == 0)
         for i, (prompt, param) in enumerate(zip(prompts, params, strict=True))
     ]
     while engine.has_work:
@@ -182,7 +182,7 @@ def test_abort_frees_the_row_and_leaves_the_others_text(target: Decoder) -> None
         foresight(prompts, expected), target.config.vocab_size, honesty=0.7, siblings=1
     )
     engine = new_engine(target, scripted, max_batch_size=2)
-    requests = [engine.submit(*pair) for pair in zip(prompts, params, strict=True)]
+    requests = [submit(engine, *pair) for pair in zip(prompts, params, strict=True)]
     engine.step()
     engine.abort(requests[0])  # running
     engine.abort(requests[4])  # waiting
@@ -211,7 +211,7 @@ def test_a_nan_ends_its_request_and_leaves_neighbours_bitwise_untouched(target: 
             foresight(prompts, expected), target.config.vocab_size, honesty=0.7, siblings=2
         )
         engine = new_engine(target, drafter, max_batch_size=3)
-        poisoned = engine.submit([1, 2, poison, 3], params[0], speculates=False)
+        poisoned = submit(engine, [1, 2, poison, 3], params[0], speculates=False)
         outcomes, stats = run(engine, prompts, params)
         again = run(engine, prompts, params)[0]
     finally:
@@ -249,3 +249,36 @@ def test_a_drafted_nan_is_rejected_without_a_trace(target: Decoder) -> None:
 
     assert expected == outcomes
     assert_speculated(stats, accepted=True, rejected=True)
+
+
+def test_an_interrupted_step_ends_its_requests_and_the_engine_goes_on(target: Decoder) -> None:
+    prompts, params = prompts_of(target), params_of("warm")
+    expected = plain(target, prompts, params)
+
+    class InterruptedDrafter(ScriptedDrafter):
+        def observe(self, requests, trees, verdicts, hidden_RD):
+            super().observe(requests, trees, verdicts, hidden_RD)
+            if self._rng.random() < 0.2:
+                raise KeyboardInterrupt
+
+    drafter = InterruptedDrafter(
+        foresight(prompts, expected), target.config.vocab_size, honesty=0.7, siblings=1
+    )
+    engine = new_engine(target, drafter, max_batch_size=2)
+    requests = [submit(engine, *pair) for pair in zip(prompts, params, strict=True)]
+    num_interrupts = 0
+    while engine.has_work:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            num_interrupts += 1
+    interrupted = [request for request in requests if request.finish_reason == "abort"]
+    for outcome, request in zip(expected, requests, strict=True):
+        emitted = tuple(request.token_ids[request.prompt_len :])
+        assert outcome.token_ids[: len(emitted)] == emitted
+
+    assert num_interrupts > 0
+    assert len(interrupted) >= num_interrupts
+    assert not drafter.live_requests
+    engine_after = new_engine(target, None)
+    assert expected == run(engine_after, prompts, params)[0]

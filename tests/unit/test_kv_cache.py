@@ -14,7 +14,11 @@ ROWS, SLOTS = 3, 24
 
 def new_cache() -> KVCache:
     return KVCache(
-        num_layers=2, num_kv_heads=2, head_dim=4, max_batch_size=ROWS, num_slots=SLOTS,
+        num_layers=2,
+        num_kv_heads=2,
+        head_dim=4,
+        max_batch_size=ROWS,
+        num_slots=SLOTS,
         dtype=torch.float32,
     )
 

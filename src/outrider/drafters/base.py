@@ -24,13 +24,24 @@ class DraftRequest(Protocol):
     """What a drafter sees of a request; ``token_ids`` is prompt plus emitted tokens, growing."""
 
     @property
-    def request_id(self) -> int: ...
+    def request_id(self) -> int:
+        """Unique among the engine's requests."""
+        ...
+
     @property
-    def token_ids(self) -> list[int]: ...
+    def token_ids(self) -> list[int]:
+        """Prompt and emitted tokens; the last is the next tree's root."""
+        ...
+
     @property
-    def prompt_len(self) -> int: ...
+    def prompt_len(self) -> int:
+        """How many of them are the prompt's."""
+        ...
+
     @property
-    def sampler(self) -> RequestSampler: ...
+    def sampler(self) -> RequestSampler:
+        """The target's filters and noise, to look at."""
+        ...
 
 
 class Drafter(Protocol):

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from outrider.tree import RequestTree
+from outrider.tree import DraftTree
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,7 +114,7 @@ class NgramDrafter:
 
     def propose(
         self, requests: Sequence[DraftRequest], max_depth: Sequence[int]
-    ) -> list[RequestTree]:
+    ) -> list[DraftTree]:
         """One tree per request, at most ``max_depth`` and ``max_draft_len`` deep.
 
         Nodes come best first. A request without a match, or with ``max_depth`` 0, gets the root
@@ -128,7 +128,7 @@ class NgramDrafter:
     def observe(
         self,
         requests: Sequence[DraftRequest],
-        trees: Sequence[RequestTree],  # noqa: ARG002 - the plan holds also what was pruned
+        trees: Sequence[DraftTree],  # noqa: ARG002 - the plan holds also what was pruned
         verdicts: Sequence[Verdict],
         hidden_RD: Tensor | None,  # noqa: ARG002 - the contract passes it, nothing to learn here
     ) -> None:
@@ -154,9 +154,9 @@ class NgramDrafter:
         state.index.extend(request.token_ids[num_known:])
         return state
 
-    def _grow(self, state: _RequestState, max_depth: int) -> RequestTree:
+    def _grow(self, state: _RequestState, max_depth: int) -> DraftTree:
         """Add the best node that is left, again and again; what it leads to joins the rest."""
-        tree = RequestTree.root(state.index.tokens[-1])
+        tree = DraftTree.root(state.index.tokens[-1])
         state.plan = [_Plan()]
         frontier: list[_Offer] = []
         node = 0
@@ -172,13 +172,11 @@ class NgramDrafter:
         return tree
 
     def _expand(
-        self, state: _RequestState, tree: RequestTree, node: int, frontier: list[_Offer]
+        self, state: _RequestState, tree: DraftTree, node: int, frontier: list[_Offer]
     ) -> None:
         """Offer the best children of a node, as many as it may have."""
-        path = tree.path_tokens(node)
-        context = [*state.index.tokens[-self._max_match :], *path][-self._max_match :]
-        width = max(self._branching, _MIN_WIDTH)
-        candidates = state.index.candidates(context, width)
+        context = [*state.index.tokens[-self._max_match :], *tree.path_tokens(node)]
+        candidates = state.index.candidates(context, max(self._branching, _MIN_WIDTH))
         state.plan[node].candidates = candidates
         offers, left = [], tree.score[node]
         for token, evidence in candidates:

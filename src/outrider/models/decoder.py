@@ -280,10 +280,14 @@ class Decoder:
                 + [need("v.bias")]
             )
         padding = -config.mlp_size % VECTOR_WIDTH
-        gate_up = torch.cat([F.pad(need(f"{n}.weight"), (0, 0, 0, padding)) for n in ("gate", "up")])
+        gate_up = torch.cat(
+            [F.pad(need(f"{n}.weight"), (0, 0, 0, padding)) for n in ("gate", "up")]
+        )
         gate_up_bias = None
         if config.mlp_bias:
-            gate_up_bias = torch.cat([F.pad(need(f"{n}.bias"), (0, padding)) for n in ("gate", "up")])
+            gate_up_bias = torch.cat(
+                [F.pad(need(f"{n}.bias"), (0, padding)) for n in ("gate", "up")]
+            )
         down = F.pad(need("down.weight"), (0, padding))
         q_norm, k_norm = get("q_norm.weight"), get("k_norm.weight")
         return _Layer(

@@ -95,7 +95,7 @@ def machine_key(dtype: torch.dtype) -> str:
 
 
 class ResultCache:
-    """A small JSON file per key in the user cache; unreadable or foreign entries count as absent."""
+    """A small JSON file per key in the user cache; an unreadable one counts as absent."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "self-test"
@@ -193,9 +193,7 @@ def chain_segment(row: int, tokens: Sequence[int]) -> Segment:
     return Segment(row, tokens, range(len(tokens)))
 
 
-def prefill(
-    decoder: Decoder, cache, row: int, tokens: Sequence[int], chunk: int
-) -> None:
+def prefill(decoder: Decoder, cache, row: int, tokens: Sequence[int], chunk: int) -> None:
     """Commit tokens to a cache row in chunks, without logits."""
     for start in range(0, len(tokens), chunk):
         piece = tokens[start : start + chunk]
@@ -349,9 +347,10 @@ def remembered_exactness(
 
 def preferred_dtype() -> torch.dtype:
     """bfloat16 where the processor multiplies it natively (AMX, AVX512-BF16), else float32."""
-    has_native = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)() or getattr(
-        torch.cpu, "_is_amx_tile_supported", lambda: False
-    )()
+    has_native = (
+        getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+        or getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    )
     return torch.bfloat16 if has_native and has_packed_kernels() else torch.float32
 
 

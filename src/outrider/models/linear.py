@@ -3,8 +3,8 @@
 Owns the weights' packed form and the row counts at which the processor's kernels give bit-identical
 rows (design: "exact by construction"). A stock ``linear`` picks another kernel for one row than for
 many, so a draft verified in one pass could differ in the last bit from the same token decoded
-alone, and a near tie would flip. Here every product runs in blocks of ``min_rows .. max_rows`` rows,
-a range inside which :func:`probe_rows` found all rows equal, whatever their number and place.
+alone, and a near tie would flip. Here every product runs in blocks of ``min_rows .. max_rows``
+rows, a range inside which :func:`probe_rows` found all rows equal, whatever their number and place.
 
 Used by :mod:`outrider.models.decoder`; knows nothing of layers, caches or requests.
 """

@@ -91,12 +91,17 @@ def plan_memory(
     activation_bytes = rows * (4 * config.mlp_size + 8 * config.hidden_size) * 4
     width = f"{dtype}".removeprefix("torch.")
     items = (
-        MemoryItem("layers", f"{config.num_layers} layers, {width}", sum(sizes.values()) * dtype.itemsize),
+        MemoryItem(
+            "layers", f"{config.num_layers} layers, {width}", sum(sizes.values()) * dtype.itemsize
+        ),
         MemoryItem("embedding", f"{config.vocab_size:,} tokens", embedding * dtype.itemsize),
         MemoryItem("output head", "packed", head * dtype.itemsize),
         MemoryItem("KV cache", f"{max_batch_size} x {num_slots:,} slots, {width}", cache_bytes),
-        MemoryItem("buffers", "logits, attention, activations of the widest pass",
-                   logits_bytes + attention_bytes + activation_bytes),
+        MemoryItem(
+            "buffers",
+            "logits, attention, activations of the widest pass",
+            logits_bytes + attention_bytes + activation_bytes,
+        ),
     )
     return MemoryPlan(items, available_memory())
 

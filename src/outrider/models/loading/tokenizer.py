@@ -46,8 +46,9 @@ class TokenizerParts:
 
 
 class _Marks(NamedTuple):
-    """Characters that point into rendered text: what follows ``fence`` stays text, and nothing
-    matches across ``seam``.
+    """Characters that point into rendered text, and occur in no message.
+
+    A control token behind ``fence`` stays text; none is found across ``seam``.
     """
 
     fence: str

@@ -1,0 +1,368 @@
+"""The command ``outrider``: its verbs, its exit statuses, and nothing else.
+
+Each verb checks what it was given before it loads anything, opens the model, and hands over to a
+module of :mod:`outrider.commands`. Exit status 0 is success, 1 a failure, 2 a usage error, 130
+Ctrl-C. torch is imported only by verbs that run a model.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError
+
+import outrider
+from outrider.commands import console
+from outrider.commands.answer_report import completion_json, stats_table
+from outrider.commands.options import (
+    DEFAULT_MODEL,
+    EngineOptions,
+    SamplingOptions,
+    SpeculationOptions,
+)
+from outrider.errors import OutriderError, ParameterError, PromptError, UsageError
+
+if TYPE_CHECKING:
+    from outrider.llm import LLM
+
+SCHEMA_VERSION = 1
+EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+Flag = Annotated[bool, Parameter(negative="")]
+
+
+app = App(
+    name="outrider",
+    version=outrider.__version__,
+    help="Lossless speculative decoding that you can trust, measure and decide on.",
+    help_epilogue="`--debug` anywhere, or OUTRIDER_DEBUG=1, shows the traceback of a failure.",
+    suppress_keyboard_interrupt=False,
+)
+app["--help"].group = app["--version"].group = Group("Help", sort_key=9)
+models = App(name="models", help="List and fetch models.")
+app.command(models)
+
+
+def open_llm(engine: EngineOptions, speculation: SpeculationOptions, **more: Any) -> LLM:
+    """Load a model, showing progress; ``more`` sets further fields of the engine's settings."""
+    settings, drafting = engine.config(**more), speculation.config()
+    chosen = {} if drafting is None else {"speculation": drafting}
+    with console.Stages() as stages:
+        from outrider.llm import LLM
+
+        return LLM(engine.model, engine=settings, on_progress=stages, **chosen)
+
+
+@models.command(name="list")
+def models_list(*, json: Flag = False) -> int:
+    """List the models known by name and those in the cache.
+
+    Parameters
+    ----------
+    json
+        Print one JSON document.
+    """
+    from outrider.models.loading import hub
+
+    entries = hub.list_models()
+    if json:
+        listed = [
+            {
+                "name": entry.name,
+                "source": entry.source,
+                "licence": entry.licence,
+                "size_bytes": entry.size_bytes,
+                "path": None if entry.path is None else str(entry.path),
+            }
+            for entry in entries
+        ]
+        console.print_json({"schema_version": SCHEMA_VERSION, "models": listed})
+        return EXIT_OK
+    rows = [
+        (
+            entry.name,
+            entry.licence,
+            console.format_bytes(entry.size_bytes),
+            "in the cache" if entry.path else "not fetched",
+            entry.source,
+        )
+        for entry in entries
+    ]
+    columns = ("name", "licence", "size", "state", "from")
+    console.stdout().print(console.table(columns, rows, numbers_from=len(columns)))
+    return EXIT_OK
+
+
+@models.command(name="pull")
+def models_pull(name: str, /) -> int:
+    """Fetch a model into the user cache and check its hash.
+
+    Parameters
+    ----------
+    name
+        A name from `outrider models list`, or a Hugging Face id.
+    """
+    from outrider.models.loading import hub
+
+    with console.Stages() as stages:
+        path = hub.pull(name, stages)
+    sys.stdout.write(f"{path}\n")
+    return EXIT_OK
+
+
+@app.command
+def generate(
+    prompt: str | None = None,
+    /,
+    *,
+    file: Path | None = None,
+    raw: Flag = False,
+    system: str | None = None,
+    json: Flag = False,
+    stats: Flag = False,
+    engine: EngineOptions = EngineOptions(),  # noqa: B008 - frozen, as all three groups
+    speculation: SpeculationOptions = SpeculationOptions(),  # noqa: B008
+    sampling: SamplingOptions = SamplingOptions(),  # noqa: B008
+) -> int:
+    """Write the answer to one prompt to stdout, as it comes.
+
+    Parameters
+    ----------
+    prompt
+        The prompt. Without it: --file, else stdin.
+    file
+        Read the prompt from this file.
+    raw
+        Continue the text as it is, without the model's chat template.
+    system
+        Standing instruction, in front of the prompt.
+    json
+        Print one JSON document instead, when the answer is complete.
+    stats
+        Print a table of counts and times to stderr afterwards.
+    """
+    if raw and system is not None:
+        raise ParameterError("--system: needs the chat template; leave out --raw or --system")
+    params = sampling.params()
+    speculation.config()
+    text = read_prompt(prompt, file)
+    llm = open_llm(engine, speculation)
+    ids = prompt_ids(llm, text, raw=raw, system=system)
+    write = (lambda _: None) if json else console.write_text
+    written, completion = console.relay(llm.stream(ids, params), write)
+    if not json:
+        console.write_text("" if written.endswith("\n") else "\n")
+    if completion is None:
+        return EXIT_INTERRUPTED
+    if json:
+        console.print_json(completion_json(completion, engine.model, llm.fingerprint.to_json()))
+    if stats:
+        console.stderr().print(stats_table(completion))
+    if completion.error is not None:
+        console.error(completion.error)
+        return EXIT_FAILURE
+    return EXIT_OK
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt from the command line, the file or stdin.
+
+    Raises:
+        UsageError: there is none, there are two, or it is empty or not UTF-8.
+    """
+    if prompt is not None and file is not None:
+        raise UsageError("PROMPT and --file: both were given; leave one out")
+    if prompt is not None:
+        console.decode_text(os.fsencode(prompt), "PROMPT")
+        text = prompt
+    elif file is not None:
+        try:
+            text = console.decode_text(file.read_bytes(), str(file))
+        except OSError as problem:
+            raise UsageError(f"--file: {file} cannot be read: {problem.strerror}") from None
+    elif sys.stdin.isatty():
+        raise UsageError("no prompt: give PROMPT, --file FILE, or text on stdin")
+    else:
+        text = console.decode_text(sys.stdin.buffer.read(), "stdin")
+    if not text.strip():
+        raise PromptError("the prompt is empty; give at least one character that is not a space")
+    return text
+
+
+def prompt_ids(llm: LLM, text: str, *, raw: bool, system: str | None) -> list[int]:
+    """Token ids of the prompt, as a chat message where the model has a chat template."""
+    if raw or not llm.tokenizer.has_chat_template:
+        if system is not None:
+            raise ParameterError("--system: this model has no chat template; leave it out")
+        return llm.tokenizer.encode(text)
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return llm.tokenizer.encode_chat([*messages, {"role": "user", "content": text}])
+
+
+@app.command
+def chat(
+    *,
+    system: str | None = None,
+    engine: EngineOptions = EngineOptions(),  # noqa: B008
+    speculation: SpeculationOptions = SpeculationOptions(),  # noqa: B008
+    sampling: SamplingOptions = SamplingOptions(),  # noqa: B008
+) -> int:
+    """Talk with the model; it remembers the conversation.
+
+    Ctrl-C stops an answer, Ctrl-D or /exit leaves, /help lists the commands. Without a terminal,
+    each line of stdin is a message.
+
+    Parameters
+    ----------
+    system
+        Standing instruction.
+    """
+    from outrider.commands.chat import HELP, Conversation, Session, line_reader, run
+
+    params = sampling.params()
+    llm = open_llm(engine, speculation)
+    if not llm.tokenizer.has_chat_template:
+        raise UsageError(
+            f"{engine.model} has no chat template; use: outrider generate --raw --model ..."
+        )
+    console.note(HELP)
+    return run(Session(llm, params, Conversation(system)), line_reader())
+
+
+@app.command
+def inspect(
+    model: str = DEFAULT_MODEL,
+    /,
+    *,
+    max_batch_size: int = 1,
+    max_model_len: int | None = None,
+    dtype: str = "auto",
+    threads: int | None = None,
+    json: Flag = False,
+) -> int:
+    """Show a model's architecture, tokeniser, memory plan and exactness on this machine.
+
+    Parameters
+    ----------
+    model
+        Name, folder or file.
+    max_batch_size
+        Requests decoded together, for the memory plan.
+    max_model_len
+        Most tokens of prompt and answer together, for the memory plan.
+    dtype
+        auto|bfloat16|float32.
+    threads
+        Compute threads.
+    json
+        Print one JSON document.
+    """
+    settings = EngineOptions(
+        model=model, dtype=dtype, threads=threads, max_model_len=max_model_len
+    ).config(max_batch_size=max_batch_size)
+    from outrider.commands import inspection
+
+    with console.Stages() as stages:
+        stages("reading the model", None)
+        found = inspection.inspect(model, settings)
+    if json:
+        console.print_json({"schema_version": SCHEMA_VERSION, **found.to_json()})
+    else:
+        for part in found.tables():
+            console.stdout().print(part)
+    return EXIT_OK
+
+
+@app.command
+def demo(
+    *,
+    minutes: float = 3.0,
+    max_tokens: int = 96,
+    json: Flag = False,
+    engine: EngineOptions = EngineOptions(),  # noqa: B008
+) -> int:
+    """Measure n-gram speculation against plain decoding on the bundled prompts.
+
+    Parameters
+    ----------
+    minutes
+        Time to spend measuring; decides how many prompts are run.
+    max_tokens
+        Most tokens per answer.
+    json
+        Print one JSON document instead of the table.
+    """
+    from outrider.commands.demo import DemoSettings, run
+    from outrider.commands.demo_report import Display, print_result, to_json
+    from outrider.prompts import load_prompts
+
+    settings = DemoSettings(minutes=minutes, max_tokens=max_tokens)
+    prompts = load_prompts()
+    llm = open_llm(engine, SpeculationOptions(method="ngram"))
+    with Display() as display:
+        result = run(llm, prompts, settings, display)
+    if json:
+        console.print_json(to_json(result))
+    else:
+        print_result(result)
+    return EXIT_OK if result.is_lossless else EXIT_FAILURE
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status; no traceback reaches the user unasked."""
+    given, is_debug = _take_debug(sys.argv[1:] if arguments is None else arguments)
+    console.make_robust()
+    try:
+        status = app(given, exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()
+    except CycloptsError as problem:
+        console.error(_usage_message(problem))
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has left; the interpreter's own flush at exit must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
+    except OutriderError as problem:
+        if is_debug:
+            traceback.print_exc()
+        console.error(problem)
+        return problem.exit_status
+    except Exception as problem:
+        if is_debug:
+            traceback.print_exc()
+        hint = "" if is_debug else " (--debug shows the traceback)"
+        console.error(f"{type(problem).__name__}: {problem}{hint}")
+        return EXIT_FAILURE
+    return EXIT_OK if status is None else int(status)
+
+
+def _usage_message(problem: CycloptsError) -> str:
+    """What was wrong with the command line, and where its flags are explained."""
+    verb = " ".join(["outrider", *(problem.command_chain or ())])
+    if isinstance(problem, UnusedCliTokensError):
+        extra = problem.unused_tokens or []
+        return (
+            f"unexpected argument {' '.join(extra)!r}: put a prompt with spaces in quotes "
+            f"(see: {verb} --help)"
+        )
+    return f"{problem} (see: {verb} --help)"
+
+
+def _take_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """The arguments without ``--debug``, and whether tracebacks were asked for."""
+    given = list(arguments)
+    end = given.index("--") if "--" in given else len(given)
+    flags = [word for word in given[:end] if word != "--debug"]
+    is_debug = len(flags) < end or os.environ.get("OUTRIDER_DEBUG", "") not in ("", "0")
+    return [*flags, *given[end:]], is_debug
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What the command line's verbs do: flags, progress, tables, and the loops behind ``cli``."""

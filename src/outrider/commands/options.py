@@ -1,0 +1,140 @@
+"""The flags that several verbs share, as groups, and their translation into settings.
+
+Owns the flags' names, help and defaults (taken from :mod:`outrider.config`, so that there is one
+source); the settings check their own ranges. Used by :mod:`outrider.cli` only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from cyclopts import Group, Parameter
+
+from outrider.config import AVAILABLE_METHODS, EngineConfig, SamplingParams, SpeculationConfig
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+_SAMPLING = SamplingParams()
+_SPECULATION = SpeculationConfig()
+_METHODS = "|".join(AVAILABLE_METHODS)
+
+
+def _flag(text: str, *, name: str | None = None, **settings: Any) -> Parameter:
+    return Parameter(name=name, help=text, **settings)
+
+
+@Parameter(name="*", group=Group("Sampling", sort_key=3))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How the target picks each token, and when it stops."""
+
+    temperature: Annotated[float, _flag("0 is greedy.")] = _SAMPLING.temperature
+    top_k: Annotated[int, _flag("Keep the k likeliest tokens; 0 keeps all.")] = _SAMPLING.top_k
+    top_p: Annotated[float, _flag("Keep the smallest likeliest set with this probability.")] = (
+        _SAMPLING.top_p
+    )
+    min_p: Annotated[
+        float, _flag("Keep tokens at least this fraction as likely as the likeliest.")
+    ] = _SAMPLING.min_p
+    repetition_penalty: Annotated[
+        float, _flag("Divide the positive logits of tokens seen so far; 1 is off.")
+    ] = _SAMPLING.repetition_penalty
+    presence_penalty: Annotated[
+        float, _flag("Subtract once from the logit of a token already written.")
+    ] = _SAMPLING.presence_penalty
+    frequency_penalty: Annotated[float, _flag("Subtract for every time a token was written.")] = (
+        _SAMPLING.frequency_penalty
+    )
+    seed: Annotated[
+        int | None, _flag("Makes a sampled answer repeatable. Without it: fresh each time.")
+    ] = _SAMPLING.seed
+    max_tokens: Annotated[int, _flag("Most tokens to write.")] = _SAMPLING.max_tokens
+    min_tokens: Annotated[int, _flag("No end of the answer before this many tokens.")] = (
+        _SAMPLING.min_tokens
+    )
+    stop: Annotated[
+        list[str],
+        _flag(
+            "Text that ends the answer, itself left out; may be repeated.",
+            negative="",
+            allow_leading_hyphen=True,
+            show_default=False,
+        ),
+    ] = field(default_factory=list)
+    ignore_eos: Annotated[bool, _flag("Go on past the model's own end token.", negative="")] = (
+        _SAMPLING.ignore_eos
+    )
+
+    def params(self) -> SamplingParams:
+        """The checked settings.
+
+        Raises:
+            ParameterError: a value is out of range.
+        """
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return SamplingParams(**{**values, "stop": tuple(self.stop)})
+
+
+@Parameter(name="*", group=Group("Speculation", sort_key=2))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationOptions:
+    """What drafts, and how much; None everywhere leaves the choice to the engine."""
+
+    method: Annotated[
+        str | None, _flag(f"Who drafts: {_METHODS}. Without it: the best one there is.")
+    ] = None
+    tree: Annotated[
+        bool | None, _flag("Draft a tree instead of a chain.", negative="--no-tree")
+    ] = None
+    max_draft_len: Annotated[
+        int | None, _flag(f"Deepest draft, in tokens (usually {_SPECULATION.max_draft_len}).")
+    ] = None
+    dynamic_tree_max_topk: Annotated[int | None, _flag("Most children of a tree node.")] = None
+    max_total_draft_tokens: Annotated[int | None, _flag("Most draft tokens per step.")] = None
+
+    def config(self) -> SpeculationConfig | None:
+        """The checked settings, or None when no flag was given.
+
+        Raises:
+            ParameterError: a value is out of range, or the method is not available.
+        """
+        fields = {
+            "method": self.method,
+            "use_dynamic_tree": self.tree,
+            "max_draft_len": self.max_draft_len,
+            "dynamic_tree_max_topK": self.dynamic_tree_max_topk,
+            "max_total_draft_tokens": self.max_total_draft_tokens,
+        }
+        given = {name: value for name, value in fields.items() if value is not None}
+        return SpeculationConfig(**given) if given else None
+
+
+@Parameter(name="*", group=Group("Model and machine", sort_key=1))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Which model runs, on what, in which precision."""
+
+    model: Annotated[
+        str, _flag("Name, Hugging Face id, folder or file (see: outrider models list).")
+    ] = DEFAULT_MODEL
+    device: Annotated[str, _flag("Where the model runs.")] = "cpu"
+    dtype: Annotated[
+        str, _flag("auto|bfloat16|float32; auto takes what this processor does well.")
+    ] = "auto"
+    threads: Annotated[int | None, _flag("Compute threads.")] = None
+    max_model_len: Annotated[int | None, _flag("Most tokens of prompt and answer together.")] = None
+
+    def config(self, **more: Any) -> EngineConfig:
+        """The checked settings; ``more`` sets further fields of the engine.
+
+        Raises:
+            ParameterError: a value is out of range.
+        """
+        return EngineConfig(
+            device=self.device,
+            dtype=self.dtype,
+            threads=self.threads,
+            max_model_len=self.max_model_len,
+            **more,
+        )

@@ -1,0 +1,200 @@
+"""Our forward pass against transformers', in float32, within 2e-4 at every position.
+
+transformers is the oracle: it reads the same files and computes each architecture its own way. A
+tree's nodes are held against the same path decoded alone, bit for bit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from outrider.models.attention import attention, reference_attention
+from outrider.models.decoder import Decoder, Segment
+from outrider.models.exactness import chain_segment, prefill, random_tokens, row_policies
+from outrider.models.loading import DEFAULT_MODEL, load, resolve
+from outrider.prompts import load_prompts
+from outrider.tree import DraftTree
+from tests.tiny import write_hf_checkpoint
+
+TOLERANCE = 2e-4
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+VARIANTS: dict[str, dict[str, object]] = {
+    "llama": {},
+    "tied": {"tied": True},
+    "multi-head": {"num_kv_heads": 4},
+    "one kv head": {"num_kv_heads": 1},
+    "odd widths": {
+        "hidden_size": 60,
+        "mlp_size": 99,
+        "head_dim": 20,
+        "num_heads": 3,
+        "num_kv_heads": 1,
+    },
+    "attention bias": {"attention_bias": True},
+    "mlp bias": {"attention_bias": True, "mlp_bias": True},
+    "theta": {"rope": {"rope_theta": 500000.0}},
+    "rope linear": {"rope": {"rope_type": "linear", "factor": 4.0}},
+    "rope llama3": {"rope": LLAMA3},
+    "rope yarn": {"rope": YARN},
+    "rope yarn, own factor": {"rope": {**YARN, "attention_factor": 0.7, "beta_fast": 16.0}},
+    "mistral": {"architecture": "MistralForCausalLM"},
+    "mistral, window": {"architecture": "MistralForCausalLM", "extra": {"sliding_window": 7}},
+    "qwen2": {"architecture": "Qwen2ForCausalLM"},
+    "qwen2, window": {
+        "architecture": "Qwen2ForCausalLM",
+        "extra": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    },
+    "qwen3": {"architecture": "Qwen3ForCausalLM"},
+    "smollm3": {"architecture": "SmolLM3ForCausalLM"},
+}
+
+
+def open_decoder(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    checkpoint = load(path)
+    policies = row_policies(checkpoint.config, dtype, cache=None)
+    return Decoder(checkpoint.config, checkpoint.weights, dtype=dtype, policies=policies)
+
+
+def all_logits(decoder: Decoder, tokens: list[int], chunk: int = 64) -> torch.Tensor:
+    """Logits ``[len(tokens), V]`` of every position of a prompt."""
+    cache = decoder.new_cache(max_batch_size=1, num_slots=len(tokens))
+    row = cache.allocate()
+    pieces = []
+    for start in range(0, len(tokens), chunk):
+        piece = tokens[start : start + chunk]
+        pieces.append(decoder.forward([chain_segment(row, piece)], cache).logits_RV)
+        cache.extend(row, len(piece))
+    return torch.cat(pieces)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    path = write_hf_checkpoint(tmp_path / "model", **VARIANTS[name], scale=0.15)
+    decoder = open_decoder(path)
+    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    for seed, length in enumerate((1, 2, 37, 150)):
+        tokens = random_tokens(decoder.config.vocab_size, length, seed=1000 * seed)
+        with torch.no_grad():
+            expected_RV = oracle(torch.tensor([tokens])).logits[0].float()
+        logits_RV = all_logits(decoder, tokens)
+
+        assert expected_RV.std() > 0.1  # lively enough for a difference to show
+        torch.testing.assert_close(logits_RV, expected_RV, rtol=0, atol=TOLERANCE)
+
+
+def test_captured_states_equal_transformers(tmp_path: Path) -> None:
+    path = write_hf_checkpoint(tmp_path / "model", num_layers=4, scale=0.15)
+    decoder = open_decoder(path)
+    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    tokens = random_tokens(decoder.config.vocab_size, 20, seed=0)
+    cache = decoder.new_cache(max_batch_size=1, num_slots=20)
+    capture = (0, 2, 3)
+    output = decoder.forward([chain_segment(cache.allocate(), tokens)], cache, capture=capture)
+    with torch.no_grad():
+        hidden = oracle(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+
+    assert output.hidden_LRD is not None
+    for place, layer in enumerate(capture):
+        torch.testing.assert_close(output.hidden_LRD[place], hidden[layer][0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral, window", "qwen3", "rope yarn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_each_tree_node_equals_its_path_decoded_alone(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    decoder = open_decoder(write_hf_checkpoint(tmp_path / "model", **VARIANTS[name]), dtype)
+    prompt = random_tokens(decoder.config.vocab_size, 21, seed=9)
+    tree = DraftTree.root(3)
+    for parent, token in ((0, 5), (0, 6), (1, 7), (2, 5), (4, 8), (1, 9), (5, 10), (0, 11), (7, 2)):
+        tree.add(parent, token, 0.5)
+    cache = decoder.new_cache(max_batch_size=1, num_slots=64)
+    row = cache.allocate()
+    prefill(decoder, cache, row, prompt, chunk=16)
+    segment = Segment(row, tree.token, tree.depth, tree.ancestor_mask())
+    logits_NV = decoder.forward([segment], cache).logits_RV
+    for node in range(len(tree)):
+        alone = all_logits(decoder, [*prompt, tree.token[0], *tree.path_tokens(node)])[-1]
+
+        assert torch.equal(alone, logits_NV[node])
+
+
+def test_attention_equals_its_plain_twin() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query_BHTK = torch.randn(2, 6, 5, 8, generator=generator, dtype=torch.float64)
+    key_BGSK = torch.randn(2, 3, 17, 8, generator=generator)
+    value_BGSK = torch.randn(2, 3, 17, 8, generator=generator)
+    bias_B1TS = torch.zeros(2, 1, 5, 17, dtype=torch.float64)
+    bias_B1TS[:, :, :, 11:] = -torch.inf
+    for bias in (None, bias_B1TS):
+        torch.testing.assert_close(
+            attention(query_BHTK, key_BGSK, value_BGSK, bias),
+            reference_attention(query_BHTK, key_BGSK, value_BGSK, bias),
+            rtol=1e-12,
+            atol=1e-12,
+        )
+
+
+@pytest.mark.embedded
+def test_embedded_logits_equal_transformers_at_every_position() -> None:
+    """20 bundled prompts; transformers gets the very same dequantised weights."""
+    checkpoint = load(resolve(DEFAULT_MODEL))
+    config = checkpoint.config
+    decoder = open_decoder(resolve(DEFAULT_MODEL))
+    oracle = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.mlp_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            rms_norm_eps=config.norm_eps,
+            max_position_embeddings=config.max_position,
+            rope_theta=config.rope.theta,
+            tie_word_embeddings=True,
+        )
+    ).eval()
+    oracle.load_state_dict(_under_transformers_names(checkpoint.weights), strict=False)
+    for prompt in load_prompts()[::3][:20]:
+        tokens = checkpoint.tokenizer.encode_chat([{"role": "user", "content": prompt.turns[0]}])
+        with torch.no_grad():
+            expected_RV = oracle(torch.tensor([tokens])).logits[0]
+
+        torch.testing.assert_close(all_logits(decoder, tokens), expected_RV, rtol=0, atol=TOLERANCE)
+
+
+def _under_transformers_names(weights) -> dict[str, torch.Tensor]:
+    homes = {
+        "attn_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "o": "self_attn.o_proj",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+    }
+    named = {
+        "model.embed_tokens.weight": weights["embed.weight"],
+        "lm_head.weight": weights["embed.weight"],
+        "model.norm.weight": weights["norm.weight"],
+    }
+    for name in weights:
+        if name.startswith("layers."):
+            _, layer, part, kind = name.split(".")
+            named[f"model.layers.{layer}.{homes[part]}.{kind}"] = weights[name]
+    return named
