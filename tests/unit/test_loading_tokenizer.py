@@ -604,6 +604,7 @@ def test_sentencepiece_puts_no_space_behind_a_control_token_on_the_careful_path(
 BAD_TOKENIZERS = {
     "none": ({}, "tokenizer.ggml.tokens is missing"),
     "kind": (byte_level(model="rwkv"), "tokenizer 'rwkv' is not supported; supported: gpt2, llama"),
+    "no pre": ({"model": "gpt2", "tokens": ["a"], "merges": ["a a"]}, "ggml.pre is missing"),
     "pre": (byte_level("bloom"), "pre-tokenizer 'bloom' is not supported; supported: gpt-2,"),
     "types": (byte_level(token_type=[1]), "does not have one entry per token"),
     "merge": (byte_level(merges=["ab"]), "has the malformed entry 'ab'"),

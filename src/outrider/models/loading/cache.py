@@ -6,7 +6,8 @@ Everything Outrider downloads or remembers lives under one folder that may be de
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -14,24 +15,28 @@ from typing import IO
 import platformdirs
 
 CACHE_VARIABLE = "OUTRIDER_CACHE"
+_RETRY_S = 0.2
 
 
 def cache_root() -> Path:
     """The cache folder: ``$OUTRIDER_CACHE``, else the platform's own place for caches."""
-    chosen = os.environ.get(CACHE_VARIABLE)
-    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("outrider"))
+    chosen = os.environ.get(CACHE_VARIABLE) or platformdirs.user_cache_dir("outrider")
+    return Path(chosen).expanduser().absolute()
 
 
 @contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Hold the lock file ``path``, waiting for whoever holds it.
+def exclusive(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock file ``path``; ``on_wait`` is called once if another process holds it.
 
     The operating system lets go of the lock when a process dies, however it dies, so what a killed
     holder left behind may be cleaned up by the next one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
-        _lock(file)
+        if not _try_lock(file):
+            on_wait()
+            while not _try_lock(file):
+                time.sleep(_RETRY_S)
         try:
             yield
         finally:
@@ -55,25 +60,26 @@ def publish(finished: Path, target: Path) -> None:
 if os.name == "posix":
     import fcntl
 
-    def _lock(file: IO[bytes]) -> None:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    def _try_lock(file: IO[bytes]) -> bool:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def _unlock(file: IO[bytes]) -> None:
         fcntl.flock(file, fcntl.LOCK_UN)
 
 else:
     import msvcrt
-    import time
 
-    def _lock(file: IO[bytes]) -> None:
-        while True:
-            file.seek(0)
-            try:
-                msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)  # gives up after ten seconds
-            except OSError:
-                time.sleep(0.1)
-            else:
-                return
+    def _try_lock(file: IO[bytes]) -> bool:
+        file.seek(0)
+        try:
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        except OSError:
+            return False
+        return True
 
     def _unlock(file: IO[bytes]) -> None:
         file.seek(0)

