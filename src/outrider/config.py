@@ -230,11 +230,13 @@ class EngineConfig:
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
     """Refuse what is not a finite number in the range."""
     allowed = f"{'(' if low_open else '['}{low:g}, {high:g}]"
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or (isinstance(value, float) and not math.isfinite(value)):
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ParameterError(f"{name}: {value!r} is not a number in {allowed}")
+    if isinstance(value, float) and not math.isfinite(value):  # isfinite fails on huge integers
         raise ParameterError(f"{name}: {value!r} is not a number in {allowed}")
     if not low <= value <= high or (low_open and value == low):
-        raise ParameterError(f"{name}: {value!r} is outside {allowed}")
+        shown = f"{value:.12g}" if isinstance(value, float) else value
+        raise ParameterError(f"{name}: {shown} is outside {allowed}")
 
 
 def _whole(name: str, value: object, low: int, high: int) -> None:

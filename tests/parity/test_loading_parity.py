@@ -278,7 +278,10 @@ def test_templates_render_as_in_transformers(tiny, template):
 
             def expected(messages=messages, prompt=prompt) -> str:
                 return theirs.apply_chat_template(
-                    messages, template, add_generation_prompt=prompt, tokenize=False
+                    messages,
+                    chat_template=template,
+                    add_generation_prompt=prompt,
+                    tokenize=False,
                 )
 
             try:

@@ -92,7 +92,7 @@ def test_a_number_is_accepted_up_to_both_limits_and_refused_beyond(name: str):
         assert value == setting(SamplingParams, name, value)
     for value in outside:
         message = refusal(SamplingParams, **{name: value})
-        assert message.startswith(f"{name}: {value!r} is outside ")
+        assert message.startswith(f"{name}: {value:.8g} is outside ")
 
 
 @pytest.mark.parametrize("name", NUMBERS)
