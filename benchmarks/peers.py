@@ -28,7 +28,14 @@ from transformers_peer import Answer, Arm, load_transformers, their_arm
 import outrider
 from outrider import LLM, EngineConfig, Method, OutriderError, SamplingParams, SpeculationConfig
 from outrider.commands.console import Stages, error, format_bytes, note, print_json, stdout, table
-from outrider.commands.demo import ALL, REPEATING, REPEATING_CATEGORIES, REST, peak_memory, prompt_ids
+from outrider.commands.demo import (
+    ALL,
+    REPEATING,
+    REPEATING_CATEGORIES,
+    REST,
+    peak_memory,
+    prompt_ids,
+)
 from outrider.models.loading.hub import DEFAULT_MODEL, resolve
 from outrider.prompts import Prompt, load_prompts, prompt_set_hash
 from outrider.statistics import RatioInterval, ratio_interval
@@ -60,7 +67,9 @@ def our_arm(llm: LLM) -> Arm:
         started = time.perf_counter()
         completion = llm.generate([prompt], params)[0]
         total_s = time.perf_counter() - started
-        return Answer(completion.token_ids, total_s, completion.timing.decode_s, 1)
+        return Answer(
+            completion.token_ids, total_s, completion.timing.decode_s, completion.timing.num_first
+        )
 
     return answer
 

@@ -79,13 +79,14 @@ def keep_top_p(row: Row, top_p: float) -> Row:
     # more than 1 - top_p: it alone has more than (1 - top_p) / V. The first has at least 1 / V.
     # The factor leaves room for rounding.
     floor = (1.0 - 1e-9) * (1.0 - top_p) / row.size * total
-    falling = np.sort(weight[weight >= floor])[::-1]
-    num_kept = int(np.searchsorted(np.cumsum(falling), top_p * total)) + 1
+    falling = np.sort(row[weight >= floor])[::-1]
+    mass = np.cumsum(np.exp(falling.astype(np.float64)))
+    num_kept = int(np.searchsorted(mass, top_p * total)) + 1
     last = falling[min(num_kept, falling.size) - 1]
-    is_kept = weight >= last
+    is_kept = row >= last
     num_extra = np.count_nonzero(is_kept) - num_kept
     if num_extra > 0:  # of the tokens that tie with the last one, the highest ids go
-        is_kept[np.flatnonzero(weight == last)[-num_extra:]] = False
+        is_kept[np.flatnonzero(row == last)[-num_extra:]] = False
     return np.where(is_kept, row, np.float32(-np.inf))
 
 
@@ -209,8 +210,8 @@ class RequestSampler:
             return row
         # The softmax does not see a shift; with the largest at 0 a low temperature neither
         # overflows nor costs the likely tokens their precision when noise is added.
-        row -= row.max()
         with np.errstate(over="ignore"):  # towards minus infinity, as it should
+            row -= row.max()
             row /= self._temperature
         row = keep_top_k(row, self.params.top_k)
         return keep_min_p(keep_top_p(row, self.params.top_p), self.params.min_p)

@@ -55,6 +55,7 @@ class Request:
         self._submitted_s = time.perf_counter()
         self._admitted_s: float | None = None
         self._first_token_s: float | None = None
+        self._num_first = 0
         self._last_token_s: float | None = None
 
     @property
@@ -91,7 +92,8 @@ class Request:
         )
         if emitted:
             self._last_token_s = time.perf_counter()
-            self._first_token_s = self._first_token_s or self._last_token_s
+            if self._first_token_s is None:
+                self._first_token_s, self._num_first = self._last_token_s, emitted
         if self.finish_reason is None and not verdict.is_finite:
             self.fail(f"the target's logits at position {len(self.token_ids)} are not finite")
 
@@ -115,6 +117,7 @@ class Request:
             total_s=(self._last_token_s or now) - self._submitted_s,
             draft_s=self.draft_s,
             verify_s=self.verify_s,
+            num_first=self._num_first,
         )
 
 

@@ -127,8 +127,8 @@ class Usage:
 class Timing:
     """A request's clock in seconds, from its submission.
 
-    ``decode_s`` runs from the first emitted token to the last; ``draft_s`` and ``verify_s`` are
-    the shares of the steps this request took part in.
+    ``decode_s`` runs from the first emitted tokens, of which there were ``num_first``, to the last;
+    ``draft_s`` and ``verify_s`` are the shares of the steps this request took part in.
     """
 
     queue_s: float
@@ -137,6 +137,7 @@ class Timing:
     total_s: float
     draft_s: float
     verify_s: float
+    num_first: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +162,11 @@ class Completion:
 
     @property
     def decode_rate(self) -> float | None:
-        """Tokens per second after the first token; None when there are fewer than two."""
-        later = self.usage.completion_tokens - 1
+        """Tokens per second after the first step's; None when that was all.
+
+        The first step may emit several at once, and none of them is paid for by ``decode_s``.
+        """
+        later = self.usage.completion_tokens - self.timing.num_first
         return later / self.timing.decode_s if later > 0 and self.timing.decode_s > 0 else None
 
 

@@ -253,7 +253,8 @@ TEMPLATES = {
 {% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}""",
     "namespace and slices": """{% set ns = namespace(last=none, n=0) %}
 {%- for m in messages[::-1] %}{% if ns.last is none and m.role == 'user' %}
-{%- set ns.last = loop.index0 %}{% endif %}{% set ns.n = ns.n + m.content | length %}{% endfor -%}
+{%- set ns.last = loop.index0 %}{% endif %}{% set ns.n = ns.n + m.content | length %}
+{%- endfor -%}
 {{ ns.last }}/{{ ns.n }} {{ messages[0].content.split(' ')[-1].lstrip('\n') }}""",
     "macro and json": """{% macro turn(m) %}<{{ m.role }}>{{ m | tojson }}</{{ m.role }}>{% endmacro %}
 {%- for m in messages if m.role != 'system' %}{{ turn(m) }}{% if not loop.last %},{% endif %}

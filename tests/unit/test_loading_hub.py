@@ -407,7 +407,13 @@ def test_only_data_is_fetched_from_the_hub(tmp_path, monkeypatch):
         offered = [
             *("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"),
             *("pytorch_model.bin", "model.pt", "modeling_x.py", "original/x.safetensors"),
-            *("training_args.bin", "README.md", "onnx/config.json", "x.pkl"),
+            *(
+                "training_args.bin",
+                "README.md",
+                "consolidated.safetensors",
+                "onnx/config.json",
+                "x.pkl",
+            ),
         ]
         kept.extend(
             huggingface_hub.utils.filter_repo_objects(

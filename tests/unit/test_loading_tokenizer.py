@@ -155,6 +155,17 @@ def test_a_control_token_that_merges_spell_is_taken_apart():
     assert text.encode() == b"".join(map(tokenizer.token_bytes, ids))
 
 
+def test_a_control_token_of_one_character_cannot_be_written():
+    backend = tiny_tokenizer()
+    backend.add_special_tokens([AddedToken("x", special=True, normalized=False)])
+    parts = TokenizerParts(
+        eos_ids=frozenset(), bos_id=None, template=None, variables={}, num_rows=320
+    )
+
+    with pytest.raises(PromptError, match="'x' is a control token and cannot be written as text"):
+        Tokenizer(backend, parts).encode("ax", allow_special=False)
+
+
 @pytest.mark.parametrize("method", ["encode", "encode_chat"])
 def test_lone_surrogates_are_no_text(tokenizer, method):
     text = "a\ud800b"
@@ -257,6 +268,15 @@ def test_text_that_completes_the_templates_text_to_a_control_token_stays_text():
     assert tokenizer.render_chat(messages) == tokenizer.decode(ids)
 
 
+def test_a_piece_out_of_the_middle_of_a_control_token_stays_text():
+    tokenizer = make("<|{{ messages[0].content }}|>")
+    ids = tokenizer.encode_chat(user("im_end"))
+
+    assert [2] == naive_chat(tokenizer, user("im_end"))
+    assert tokenizer.special_ids.isdisjoint(ids)
+    assert "<|im_end|>" == tokenizer.decode(ids)
+
+
 def test_control_tokens_in_other_fields_stay_text():
     tokenizer = make("{{ messages[0].tool_calls | tojson }}<|im_end|>")
     calls = [{"function": {"name": "f", "arguments": {"x": ["<|im_start|>"]}}}]
@@ -305,6 +325,15 @@ def test_control_tokens_that_swallow_white_space_do_so_on_the_careful_path():
 def test_malformed_messages_are_refused(tokenizer, messages, message):
     with pytest.raises(PromptError, match=message):
         tokenizer.encode_chat(messages)
+
+
+def test_deep_nesting_is_refused(tokenizer):
+    nested = "x"
+    for _ in range(5000):
+        nested = [nested]
+
+    with pytest.raises(PromptError, match="nested too deeply"):
+        tokenizer.encode_chat([{"role": "user", "content": "a", "extra": nested}])
 
 
 def test_without_a_template_there_is_no_chat():

@@ -9,8 +9,8 @@ and speculative, in an order that alternates (ABBA), so that a machine that drif
     prompt 0   greedy: plain, speculative     sampled: speculative, plain
     prompt 1   greedy: speculative, plain     sampled: plain, speculative
 
-Rates count the tokens after the first over the time from first to last; the ratio is taken per
-prompt, so prompts of different lengths weigh the same.
+Rates count the tokens after the first step over the time from the first step to the last; the ratio
+is taken per prompt, so prompts of different lengths weigh the same.
 """
 
 from __future__ import annotations
@@ -246,8 +246,8 @@ def summarise(pairs: Sequence[Pair], mode: str, group: str) -> Row:
 
 
 def total_rate(completions: Sequence[Completion]) -> float | None:
-    """Tokens per second after the first token, over all answers; None when there are none."""
-    tokens = sum(max(0, completion.usage.completion_tokens - 1) for completion in completions)
+    """Tokens per second after the first step's, over all answers; None when there are none."""
+    tokens = sum(c.usage.completion_tokens - c.timing.num_first for c in completions)
     seconds = sum(completion.timing.decode_s for completion in completions)
     return tokens / seconds if tokens and seconds > 0 else None
 

@@ -164,8 +164,6 @@ class Tokenizer:
         """
         checked = _checked(messages)
         texts = [text for message in checked for text in _strings(_outside(message))]
-        for text in texts:
-            _check_text(text)
         if not any(self._could_forge(text) for text in texts):
             rendered = self._render(checked, add_generation_prompt)
             return self.encode(rendered, add_special_tokens=False)
@@ -214,22 +212,29 @@ class Tokenizer:
                 ids.append(token_id)
                 continue
             # Merges may lead to a control token where the vocabulary lists it; spell it out.
-            for char in self._added[token_id].content:
-                ids += self._encode_plain(char, add_special_tokens=False)
+            spelling = self._added[token_id].content
+            if len(spelling) == 1:
+                raise PromptError(f"{spelling!r} is a control token and cannot be written as text")
+            for char in spelling:
+                ids += self._encode_between(char, is_first=False)
         return ids
 
     def _could_forge(self, text: str) -> bool:
         """Whether ``text`` spells a control token, or could complete one with what is around it."""
-        return (
-            any(special in text for special in self._special_id)
-            or text.startswith(self._fragments[1])
-            or text.endswith(self._fragments[0])
-        )
+        return any(self._joins(text)) or any(special in text for special in self._special_id)
+
+    def _joins(self, text: str) -> tuple[bool, bool]:
+        """Whether ``text`` could be the end, and whether it could be the start of a control token.
+
+        A text that is a piece out of the middle of one could be both.
+        """
+        is_piece = bool(text) and any(text in special for special in self._special_id)
+        starts, ends = self._fragments
+        return is_piece or text.startswith(ends), is_piece or text.endswith(starts)
 
     def _marked(self, text: str, marks: _Marks) -> str:
         """``text`` with marks before the control tokens it spells and where it could join one."""
-        head = marks.seam if text.startswith(self._fragments[1]) else ""
-        tail = marks.seam if text.endswith(self._fragments[0]) else ""
+        head, tail = (marks.seam * joins for joins in self._joins(text))
         return head + self._any_special.sub(lambda match: marks.fence + match[0], text) + tail
 
     @cached_property
@@ -333,6 +338,11 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
             content = reprlib.repr(message.get("content"))
             raise PromptError(f"message {number} has the content {content}; allowed: a string")
         checked.append({key: value for key, value in message.items() if value is not None})
+    try:
+        for text in _strings(checked):
+            _check_text(text)
+    except RecursionError:
+        raise PromptError("the messages are nested too deeply; flatten their fields") from None
     return checked
 
 

@@ -1,0 +1,582 @@
+"""The sampler against a plain twin, and its promises one by one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outrider.config import SamplingParams
+from outrider.errors import ParameterError
+from outrider.noise import gumbel_vector
+from outrider.sampling import (
+    RequestSampler,
+    argmax_rows,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+)
+from outrider.tree import DraftTree
+from outrider.verify import walk
+from tests.strategies import logits, logits_rows, sampling_params, trees
+
+VOCAB_SIZE = 8
+NO_EOS: frozenset[int] = frozenset()
+
+
+# --- the plain twin -----------------------------------------------------------------------------
+
+
+def reference_warp(
+    row: Sequence[float],
+    prefix: Sequence[int],
+    params: SamplingParams,
+    prompt_len: int,
+    eos_ids: frozenset[int],
+) -> list[np.float32]:
+    """Token by token, in the order that SamplingParams documents; lists and sorting only."""
+    output = prefix[prompt_len:]
+    values = []
+    for token, logit in enumerate(map(np.float32, row)):
+        value = logit
+        if token in prefix and params.repetition_penalty != 1.0:
+            factor = np.float32(params.repetition_penalty)
+            value = value / factor if value > 0 else value * factor
+        count = output.count(token)
+        value -= np.float32(
+            params.presence_penalty * (count > 0) + params.frequency_penalty * count
+        )
+        values.append(value + np.float32(params.logit_bias.get(token, 0.0)))
+    ends = set(params.stop_token_ids) | (set() if params.ignore_eos else eos_ids)
+    if len(output) < params.min_tokens:
+        held_back = [np.float32(-np.inf) if t in ends else v for t, v in enumerate(values)]
+        values = held_back if max(held_back) > -np.inf else values
+    if params.temperature == 0.0:
+        return values
+    largest = max(values)
+    values = [(value - largest) / np.float32(params.temperature) for value in values]
+    order = sorted(range(len(values)), key=lambda token: (-values[token], token))
+    if params.top_k:
+        kth = values[order[min(params.top_k, len(order)) - 1]]
+        order = [token for token in order if values[token] >= kth]
+    total = math.fsum(math.exp(values[token]) for token in order)
+    kept: list[int] = []
+    for token in order:
+        mass = math.fsum(math.exp(values[t]) for t in kept)
+        if params.top_p == 1.0 or mass < params.top_p * total:
+            kept.append(token)
+    if params.min_p:
+        kept = [token for token in kept if float(values[token]) >= math.log(params.min_p)]
+    return [v if t in kept else np.float32(-np.inf) for t, v in enumerate(values)]
+
+
+def reference_choose(
+    logits_NV: Tensor,
+    token_ids: Sequence[int],
+    tree: DraftTree,
+    params: SamplingParams,
+    prompt_len: int,
+    eos_ids: frozenset[int],
+) -> list[int]:
+    """The pick after each node, each worked out from its whole prefix."""
+    picks = []
+    for node in range(len(tree)):
+        row = logits_NV[node].tolist()
+        if any(map(math.isnan, row)) or not math.isfinite(max(row)):
+            picks.append(-1)
+            continue
+        prefix = [*token_ids, *tree.path_tokens(node)]
+        values = reference_warp(row, prefix, params, prompt_len, eos_ids)
+        if params.temperature > 0.0:
+            assert params.seed is not None
+            noise = gumbel_vector(params.seed, params.choice, len(prefix), len(row))
+            values = [value + g for value, g in zip(values, noise, strict=True)]
+        picks.append(max(range(len(values)), key=lambda token: (values[token], -token)))
+    return picks
+
+
+@st.composite
+def requests(
+    draw: st.DrawFn,
+) -> tuple[SamplingParams, list[int], list[int], frozenset[int], DraftTree, Tensor]:
+    """Parameters, prompt, tokens so far, end ids, a tree on them, and a row for each node."""
+    tokens = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=8)
+    prompt = draw(tokens.filter(bool))
+    token_ids = prompt + draw(tokens)
+    tree = draw(trees(vocab_size=VOCAB_SIZE, max_nodes=6))
+    tree.token[0] = token_ids[-1]
+    return (
+        draw(sampling_params(vocab_size=VOCAB_SIZE)),
+        prompt,
+        token_ids,
+        draw(st.frozensets(st.integers(0, VOCAB_SIZE + 2), max_size=2)),
+        tree,
+        draw(logits_rows(len(tree), VOCAB_SIZE)),
+    )
+
+
+Example = tuple[SamplingParams, list[int], list[int], frozenset[int], DraftTree, Tensor]
+
+
+@given(requests())
+def test_every_node_is_picked_as_the_plain_twin_picks_it(example: Example) -> None:
+    params, prompt, token_ids, eos_ids, tree, logits_NV = example
+    sampler = RequestSampler(params, vocab_size=VOCAB_SIZE, prompt_ids=prompt, eos_ids=eos_ids)
+    expected = reference_choose(logits_NV, token_ids, tree, params, len(prompt), eos_ids)
+
+    assert expected == sampler.choose(logits_NV, token_ids, tree)
+
+
+@given(requests())
+def test_warped_logits_are_those_of_the_plain_twin(example: Example) -> None:
+    params, prompt, token_ids, eos_ids, _, logits_NV = example
+    sampler = RequestSampler(params, vocab_size=VOCAB_SIZE, prompt_ids=prompt, eos_ids=eos_ids)
+    row = logits_NV[0].tolist()
+    expected = reference_warp(row, token_ids, params, len(prompt), eos_ids)
+    warped_V = sampler.warp(logits_NV[0], token_ids)
+
+    assert torch.float32 == warped_V.dtype
+    assert expected == warped_V.tolist()
+
+
+@given(requests())
+def test_no_combination_of_filters_removes_everything(example: Example) -> None:
+    params, prompt, token_ids, eos_ids, tree, logits_NV = example
+    sampler = RequestSampler(params, vocab_size=VOCAB_SIZE, prompt_ids=prompt, eos_ids=eos_ids)
+    picks = sampler.choose(logits_NV, token_ids, tree)
+
+    assert sampler.warp(logits_NV[0], token_ids).max().isfinite()
+    for row, pick in enumerate(picks):
+        assert logits_NV[row, pick].isfinite(), "a masked token must never be picked"
+
+
+@given(requests())
+def test_logits_and_tokens_are_only_read(example: Example) -> None:
+    params, prompt, token_ids, eos_ids, tree, logits_NV = example
+    before, tokens_before = logits_NV.clone(), list(token_ids)
+    sampler = RequestSampler(params, vocab_size=VOCAB_SIZE, prompt_ids=prompt, eos_ids=eos_ids)
+    sampler.choose(logits_NV, token_ids, tree)
+    sampler.warp(logits_NV[0], token_ids).fill_(7.0)
+
+    assert torch.equal(before, logits_NV)
+    assert tokens_before == token_ids
+
+
+@given(requests(), st.data())
+def test_a_node_is_picked_alike_alone_and_among_others(
+    example: Example, data: st.DataObject
+) -> None:
+    """As the root of a later step, with its path committed, a node gives the same pick."""
+    params, prompt, token_ids, eos_ids, tree, logits_NV = example
+    sampler = RequestSampler(params, vocab_size=VOCAB_SIZE, prompt_ids=prompt, eos_ids=eos_ids)
+    node = data.draw(st.integers(0, len(tree) - 1))
+    prefix = [*token_ids, *tree.path_tokens(node)]
+    alone = sampler.choose(logits_NV[node : node + 1], prefix, DraftTree.root(prefix[-1]))
+
+    assert alone == [sampler.choose(logits_NV, token_ids, tree)[node]]
+
+
+@given(requests())
+def test_picks_on_demand_are_those_chosen_at_once(example: Example) -> None:
+    params, prompt, token_ids, eos_ids, tree, logits_NV = example
+    sampler = RequestSampler(params, vocab_size=VOCAB_SIZE, prompt_ids=prompt, eos_ids=eos_ids)
+    chosen = sampler.choose(logits_NV, token_ids, tree)
+    picks = sampler.picks(logits_NV, token_ids, tree)
+    token_ids.append(0)  # the step emits before anyone looks again
+
+    assert len(tree) == len(picks)
+    assert chosen[::-1] == list(picks[::-1])
+    assert chosen[-1] == picks[-1]
+    assert walk(tree, chosen) == walk(tree, picks)
+
+
+def test_picks_draw_noise_for_the_path_only() -> None:
+    tree = DraftTree.root(0)
+    for token in range(4):
+        tree.add(tree.add(0, token, 0.2), 0, 0.1)
+    params = SamplingParams(temperature=1.0, seed=3)
+    sampler = RequestSampler(params, vocab_size=8, prompt_ids=[0], eos_ids=NO_EOS)
+    asked = []
+    at = sampler.noise.at
+    sampler.noise.at = lambda position: asked.append(position) or at(position)  # type: ignore[method-assign]
+    logits_NV = torch.zeros(len(tree), 8)
+    logits_NV[0, 7] = 100.0  # no child: the walk ends at the root
+    walk(tree, sampler.picks(logits_NV, [0], tree))
+
+    assert [1] == asked
+
+
+# --- greedy and rows that are not finite --------------------------------------------------------
+
+
+@given(st.integers(1, 5).flatmap(lambda rows: logits_rows(rows, VOCAB_SIZE)))
+def test_argmax_rows_takes_the_lowest_of_the_largest(logits_RV: Tensor) -> None:
+    expected = [row.index(max(row)) for row in logits_RV.tolist()]
+
+    assert expected == argmax_rows(logits_RV)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param([0.0, math.nan, 1.0], id="NaN"),
+        pytest.param([math.nan] * 3, id="all NaN"),
+        pytest.param([math.inf, math.nan, 1.0], id="infinity before NaN"),
+        pytest.param([0.0, math.inf, 1.0], id="infinity"),
+        pytest.param([-math.inf] * 3, id="nothing possible"),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_that_are_not_finite_are_marked_and_leave_their_neighbours_alone(
+    row: list[float], temperature: float
+) -> None:
+    logits_RV = torch.tensor([[0.0, 9.0, 1.0], row, [9.0, 0.0, 9.0]])
+    tree = DraftTree.root(0)
+    tree.add(tree.add(0, 1, 0.5), 2, 0.5)
+    params = SamplingParams(temperature=temperature, seed=0, top_k=1, logit_bias={2: -0.5})
+    sampler = RequestSampler(params, vocab_size=3, prompt_ids=[0], eos_ids=NO_EOS)
+
+    assert [1, -1, 0] == argmax_rows(logits_RV)
+    assert [1, -1, 0] == sampler.choose(logits_RV, [0], tree)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_masked_tokens_are_no_fault(temperature: float) -> None:
+    logits_RV = torch.tensor([[-math.inf, -5.0, -math.inf]])
+    params = SamplingParams(temperature=temperature, seed=0)
+    sampler = RequestSampler(params, vocab_size=3, prompt_ids=[0], eos_ids=NO_EOS)
+
+    assert [1] == argmax_rows(logits_RV)
+    assert [1] == sampler.choose(logits_RV, [0], DraftTree.root(0))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_ties_go_to_the_lowest_id_in_a_large_vocabulary(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        logits_RV = torch.zeros(2, 151_936)
+        logits_RV[:, [40_000, 40_001, 120_000, 151_935]] = 5.0
+        picks = argmax_rows(logits_RV)
+    finally:
+        torch.set_num_threads(before)
+
+    assert [40_000, 40_000] == picks
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_raw"),
+    [
+        ({}, True),
+        ({"top_k": 5, "top_p": 0.5, "min_p": 0.1}, True),  # without effect at temperature 0
+        ({"min_tokens": 2}, False),
+        ({"min_tokens": 2, "ignore_eos": True}, True),
+        ({"min_tokens": 2, "ignore_eos": True, "stop_token_ids": (1,)}, False),
+        ({"stop_token_ids": (1,)}, True),
+        ({"logit_bias": {1: 0.5}}, False),
+        ({"repetition_penalty": 1.1}, False),
+        ({"presence_penalty": 0.1}, False),
+        ({"frequency_penalty": 0.1}, False),
+        ({"temperature": 0.1}, False),
+    ],
+)
+def test_raw_argmax_is_claimed_where_nothing_touches_the_logits(
+    changes: dict, is_raw: bool
+) -> None:
+    params = SamplingParams(**changes)
+    sampler = RequestSampler(params, vocab_size=8, prompt_ids=[1], eos_ids=frozenset({2}))
+
+    assert is_raw == sampler.is_raw_argmax
+
+
+@given(requests())
+def test_where_raw_argmax_is_claimed_it_gives_the_same(example: Example) -> None:
+    params, prompt, token_ids, eos_ids, tree, logits_NV = example
+    params = SamplingParams(top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+    sampler = RequestSampler(params, vocab_size=VOCAB_SIZE, prompt_ids=prompt, eos_ids=eos_ids)
+
+    assert sampler.is_raw_argmax
+    assert argmax_rows(logits_NV) == sampler.choose(logits_NV, token_ids, tree)
+
+
+# --- noise --------------------------------------------------------------------------------------
+
+
+def test_noise_is_that_of_the_position_the_token_will_take() -> None:
+    """With flat logits the pick shows the noise: the root's token comes right after the tokens."""
+    tree = DraftTree.root(3)
+    child = tree.add(0, 4, 0.5)
+    tree.add(0, 5, 0.5)
+    tree.add(child, 6, 0.5)
+    params = SamplingParams(temperature=1.0, seed=9, choice=2)
+    sampler = RequestSampler(params, vocab_size=100, prompt_ids=[1, 2], eos_ids=NO_EOS)
+    expected = [int(gumbel_vector(9, 2, position, 100).argmax()) for position in (3, 4, 4, 5)]
+
+    assert expected == sampler.choose(torch.zeros(4, 100), [1, 2, 3], tree)
+
+
+def test_a_request_without_a_seed_gets_a_private_one_of_64_bits() -> None:
+    samplers = [
+        RequestSampler(SamplingParams(), vocab_size=8, prompt_ids=[1], eos_ids=NO_EOS)
+        for _ in range(64)
+    ]
+    seeds = {sampler.seed for sampler in samplers}
+
+    assert 64 == len(seeds)
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert max(seeds) > 2**48, "all of 64 draws below 2**48 has a chance of 2**-1024"
+
+
+def test_a_given_seed_is_kept() -> None:
+    params = SamplingParams(seed=2**64 - 1)
+    sampler = RequestSampler(params, vocab_size=8, prompt_ids=[1], eos_ids=NO_EOS)
+
+    assert 2**64 - 1 == sampler.seed
+
+
+def test_release_frees_committed_positions_and_changes_no_pick() -> None:
+    params = SamplingParams(temperature=1.0, seed=4)
+    sampler = RequestSampler(params, vocab_size=50, prompt_ids=[1], eos_ids=NO_EOS)
+    logits_NV, tokens, tree = torch.zeros(1, 50), [1, 2, 3], DraftTree.root(3)
+    before = sampler.choose(logits_NV, tokens, tree)
+    old = sampler.noise.at(2)
+    sampler.release(3)
+
+    assert old is not sampler.noise.at(2)
+    assert before == sampler.choose(logits_NV, tokens, tree)
+
+
+# --- filters ------------------------------------------------------------------------------------
+
+
+def shifted(values: Sequence[float]) -> np.ndarray:
+    """A float32 row whose largest is 0."""
+    row = np.array(values, dtype=np.float32)
+    return row - row.max()
+
+
+def kept(row: np.ndarray) -> list[int]:
+    return np.flatnonzero(np.isfinite(row)).tolist()
+
+
+def test_top_k_keeps_what_ties_with_the_last() -> None:
+    assert [1, 2, 4] == kept(keep_top_k(shifted([0, 2, 1, 0.5, 1]), 2))
+
+
+def test_top_k_beyond_the_vocabulary_keeps_all() -> None:
+    assert [0, 1, 2] == kept(keep_top_k(shifted([0, 2, 1]), 3))
+    assert [0, 1, 2] == kept(keep_top_k(shifted([0, 2, 1]), 100))
+
+
+def test_top_k_beyond_the_possible_tokens_keeps_those() -> None:
+    assert [1] == kept(keep_top_k(shifted([-np.inf, 0, -np.inf]), 2))
+
+
+def test_top_p_stops_at_the_token_that_reaches_it() -> None:
+    probs = [0.1, 0.4, 0.2, 0.3]
+
+    assert [1] == kept(keep_top_p(shifted(np.log(probs)), 0.39))
+    assert [1, 3] == kept(keep_top_p(shifted(np.log(probs)), 0.41))
+    assert [1, 2, 3] == kept(keep_top_p(shifted(np.log(probs)), 0.89))
+    assert [0, 1, 2, 3] == kept(keep_top_p(shifted(np.log(probs)), 0.91))
+
+
+def test_top_p_takes_equals_by_id() -> None:
+    assert [0, 1] == kept(keep_top_p(shifted([1, 1, 1, 1]), 0.5))
+    assert [0, 1, 2] == kept(keep_top_p(shifted([1, 1, 1, 1]), 0.51))
+    assert [1, 3] == kept(keep_top_p(shifted([0, 9, -1, 9, 9]), 0.6))
+
+
+def test_top_p_always_keeps_the_first() -> None:
+    assert [2] == kept(keep_top_p(shifted([0, 0, 5, 0]), 1e-30))
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([0.2, 1.0, 3.0, 8.0]),
+    st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.99, 0.9999, 1 - 1e-7]),
+    st.booleans(),
+)
+def test_the_nucleus_without_sorting_is_the_nucleus_by_sorting(
+    seed: int, spread: float, top_p: float, is_coarse: bool
+) -> None:
+    """The prefilter must lose nothing, flat or peaked, with ties or without."""
+    row = shifted(np.random.default_rng(seed).normal(0, spread, 3000))
+    if is_coarse:
+        row = shifted(row.astype(np.float16))
+    order = np.lexsort((np.arange(row.size), -row))
+    mass = np.cumsum(np.exp(row[order].astype(np.float64)))
+    num_kept = int((mass < top_p * mass[-1]).sum()) + 1
+
+    assert sorted(order[:num_kept].tolist()) == kept(keep_top_p(row, top_p))
+
+
+def test_min_p_is_relative_to_the_likeliest() -> None:
+    probs = [0.5, 0.26, 0.24, 0.0]
+    with np.errstate(divide="ignore"):
+        row = shifted(np.log(probs))
+
+    assert [0, 1] == kept(keep_min_p(row, 0.5))
+    assert [0, 1, 2] == kept(keep_min_p(row, 0.4))
+    assert [0, 1, 2] == kept(keep_min_p(row, 0.0))
+
+
+def test_min_p_of_one_keeps_the_likeliest_with_its_equals() -> None:
+    assert [1, 3] == kept(keep_min_p(shifted([0, 2, 1, 2]), 1.0))
+
+
+@given(logits(VOCAB_SIZE), st.integers(1, 9), st.floats(0.01, 1.0), st.floats(0.0, 1.0))
+def test_filters_keep_logits_as_they_are_and_leave_their_input_alone(
+    values: list[float], top_k: int, top_p: float, min_p: float
+) -> None:
+    row = shifted(values)
+    before = row.copy()
+    for filtered in (keep_top_k(row, top_k), keep_top_p(row, top_p), keep_min_p(row, min_p)):
+        ids = kept(filtered)
+
+        assert int(row.argmax()) in ids
+        assert np.array_equal(row[ids], filtered[ids])
+    assert np.array_equal(before, row)
+
+
+# --- penalties, bias, min_tokens ----------------------------------------------------------------
+
+
+def warped(params: SamplingParams, tokens: list[int], prompt_len: int) -> list[float]:
+    """Greedy-warped logits of [2, -2, 1, 0]: what penalties and biases do to them."""
+    sampler = RequestSampler(
+        params, vocab_size=4, prompt_ids=tokens[:prompt_len], eos_ids=frozenset({3})
+    )
+    return sampler.warp(torch.tensor([2.0, -2.0, 1.0, 0.0]), tokens).tolist()
+
+
+def test_repetition_penalty_sees_prompt_and_output_alike() -> None:
+    params = SamplingParams(repetition_penalty=2.0)
+
+    assert [1.0, -4.0, 1.0, 0.0] == warped(params, [0, 1], prompt_len=2)
+    assert [1.0, -4.0, 1.0, 0.0] == warped(params, [0, 1], prompt_len=1)
+    assert [1.0, -4.0, 1.0, 0.0] == warped(params, [0, 1, 0, 0], prompt_len=1)
+
+
+def test_presence_and_frequency_see_the_output_only() -> None:
+    presence = SamplingParams(presence_penalty=0.5)
+    frequency = SamplingParams(frequency_penalty=0.5)
+
+    assert [2.0, -2.0, 1.0, 0.0] == warped(presence, [0, 0, 1], prompt_len=3)
+    assert [1.5, -2.5, 1.0, 0.0] == warped(presence, [2, 0, 0, 1], prompt_len=1)
+    assert [1.0, -2.5, 1.0, 0.0] == warped(frequency, [2, 0, 0, 1], prompt_len=1)
+
+
+def test_penalties_count_the_path_and_not_the_cousins() -> None:
+    tree = DraftTree.root(0)
+    a, b = tree.add(0, 1, 0.5), tree.add(0, 2, 0.5)
+    tree.add(a, 1, 0.5)
+    tree.add(b, 3, 0.5)
+    params = SamplingParams(frequency_penalty=1.0)
+    sampler = RequestSampler(params, vocab_size=4, prompt_ids=[0], eos_ids=NO_EOS)
+    # Token 1 leads by 1.5: one occurrence leaves it ahead, two do not.
+    logits_NV = torch.tensor([[0.0, 1.5, 0.0, 0.0]]).repeat(5, 1)
+
+    assert [1, 1, 1, 0, 1] == sampler.choose(logits_NV, [0], tree)
+
+
+def test_bias_comes_after_penalties() -> None:
+    params = SamplingParams(repetition_penalty=2.0, logit_bias={0: 3.0, 3: -1.0})
+
+    assert [4.0, -2.0, 1.0, -1.0] == warped(params, [0], prompt_len=1)
+
+
+def test_min_tokens_holds_back_what_would_end_the_text_until_then() -> None:
+    params = SamplingParams(min_tokens=2, stop_token_ids=(0,))
+
+    assert [-math.inf, -2.0, 1.0, -math.inf] == warped(params, [1, 1], prompt_len=1)
+    assert [2.0, -2.0, 1.0, 0.0] == warped(params, [1, 1, 1], prompt_len=1)
+
+
+def test_min_tokens_counts_along_the_path() -> None:
+    tree = DraftTree.root(1)
+    tree.add(tree.add(0, 1, 0.5), 1, 0.5)
+    params = SamplingParams(min_tokens=2)
+    sampler = RequestSampler(params, vocab_size=4, prompt_ids=[1], eos_ids=frozenset({3}))
+    logits_NV = torch.tensor([[0.0, 1.0, 0.0, 5.0]]).repeat(3, 1)
+
+    assert [1, 1, 3] == sampler.choose(logits_NV, [1], tree)
+
+
+def test_ignored_end_tokens_are_like_any_other() -> None:
+    params = SamplingParams(min_tokens=2, stop_token_ids=(0,), ignore_eos=True)
+
+    assert [-math.inf, -2.0, 1.0, 0.0] == warped(params, [1], prompt_len=1)
+
+
+def test_an_end_token_stays_where_nothing_else_is_possible() -> None:
+    params = SamplingParams(min_tokens=5)
+    sampler = RequestSampler(params, vocab_size=3, prompt_ids=[0], eos_ids=frozenset({1}))
+    logits_NV = torch.tensor([[-math.inf, 0.0, -math.inf]])
+
+    assert [1] == sampler.choose(logits_NV, [0], DraftTree.root(0))
+
+
+# --- extremes and refusals ----------------------------------------------------------------------
+
+EXTREMES = [
+    {"temperature": 5e-324},
+    {"temperature": 1e-38, "top_p": 0.5, "min_p": 0.5},
+    {"temperature": 1.0, "repetition_penalty": 5e-324},
+    {"temperature": 1.0, "repetition_penalty": 100.0},
+    {"temperature": 0.0, "repetition_penalty": 1e-40},
+    {"temperature": 1.0, "top_p": 5e-324},
+    {"temperature": 1.0, "top_p": 1 - 2**-53},
+    {"temperature": 1.0, "min_p": 5e-324},
+]
+
+
+@pytest.mark.parametrize("changes", EXTREMES)
+@pytest.mark.parametrize("scale", [1.0, 1e-38, 1e30, 3e38])
+def test_extreme_settings_and_logits_never_give_nan(changes: dict, scale: float) -> None:
+    params = SamplingParams(seed=1, **changes)
+    sampler = RequestSampler(params, vocab_size=5, prompt_ids=[0, 1, 4], eos_ids=NO_EOS)
+    logits_NV = torch.tensor([[1.0, -1.0, 0.5, -0.25, -math.inf]]) * scale
+    warped_V = sampler.warp(logits_NV[0], [0, 1, 4, 2])
+    (pick,) = sampler.choose(logits_NV, [0, 1, 4, 2], DraftTree.root(2))
+
+    assert not warped_V.isnan().any()
+    assert warped_V.max().isfinite()
+    assert pick in (0, 1, 2, 3)
+
+
+@given(logits_rows(1, VOCAB_SIZE), st.integers(0, 2**64 - 1))
+def test_a_vanishing_temperature_draws_among_the_largest(logits_NV: Tensor, seed: int) -> None:
+    params = SamplingParams(temperature=1e-300, seed=seed)
+    sampler = RequestSampler(params, vocab_size=VOCAB_SIZE, prompt_ids=[0], eos_ids=NO_EOS)
+    (pick,) = sampler.choose(logits_NV, [0], DraftTree.root(0))
+
+    assert logits_NV.max() == logits_NV[0, pick]
+
+
+@pytest.mark.parametrize("name", ["logit_bias", "stop_token_ids"])
+def test_ids_outside_the_vocabulary_are_refused_with_the_range(name: str) -> None:
+    value = {8: 1.0} if name == "logit_bias" else (8,)
+    params = SamplingParams(**{name: value})
+    with pytest.raises(ParameterError, match=rf"{name}: token id 8 .* 0 \.\. 7"):
+        RequestSampler(params, vocab_size=8, prompt_ids=[0], eos_ids=NO_EOS)
+
+
+def test_min_tokens_that_leaves_no_token_is_refused() -> None:
+    params = SamplingParams(min_tokens=3, stop_token_ids=(0, 1))
+    with pytest.raises(ParameterError, match="min_tokens: 3 forbids all 3 tokens"):
+        RequestSampler(params, vocab_size=3, prompt_ids=[0], eos_ids=frozenset({2}))
+
+
+def test_end_ids_beyond_the_vocabulary_are_no_user_s_fault() -> None:
+    """Some checkpoints name end tokens that their own embedding does not have."""
+    params = SamplingParams(min_tokens=3)
+    sampler = RequestSampler(params, vocab_size=3, prompt_ids=[0], eos_ids=frozenset({99}))
+
+    assert sampler.is_raw_argmax
