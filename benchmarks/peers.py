@@ -27,6 +27,8 @@ from transformers_peer import Answer, Arm, load_transformers, their_arm
 
 import outrider
 from outrider import LLM, EngineConfig, Method, OutriderError, SamplingParams, SpeculationConfig
+from outrider.bench.prompts import Prompt, load_prompts, prompt_set_hash
+from outrider.bench.statistics import RatioInterval, ratio_interval
 from outrider.commands.console import Stages, error, format_bytes, note, print_json, stdout, table
 from outrider.commands.demo import (
     ALL,
@@ -37,8 +39,6 @@ from outrider.commands.demo import (
     prompt_ids,
 )
 from outrider.models.loading.hub import DEFAULT_MODEL, resolve
-from outrider.prompts import Prompt, load_prompts, prompt_set_hash
-from outrider.statistics import RatioInterval, ratio_interval
 
 SCHEMA_VERSION = 1
 SPEC_BENCH_REPEATING = frozenset({"summarization", "rag"})

@@ -32,7 +32,18 @@ _HOMES = {
     "TextChunk": "outrider.types",
 }
 
-__all__ = [*_HOMES, "__version__"]  # noqa: PLE0604 # the table is the single list of public names
+__all__ = [
+    "LLM",
+    "Completion",
+    "EngineConfig",
+    "FinishReason",
+    "Method",
+    "OutriderError",
+    "SamplingParams",
+    "SpeculationConfig",
+    "TextChunk",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from outrider.config import EngineConfig as EngineConfig

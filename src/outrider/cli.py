@@ -297,9 +297,9 @@ def demo(
     json
         Print one JSON document instead of the table.
     """
+    from outrider.bench.prompts import load_prompts
     from outrider.commands.demo import DemoSettings, run
     from outrider.commands.demo_report import Display, print_result, to_json
-    from outrider.prompts import load_prompts
 
     settings = DemoSettings(minutes=minutes, max_tokens=max_tokens)
     prompts = load_prompts()

@@ -39,7 +39,7 @@ class TextDecoder(Protocol):
     characters at the end (shown as U+FFFD).
     """
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of these ids, special tokens left out unless asked for."""
         ...
 

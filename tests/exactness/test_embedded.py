@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from outrider import LLM, Completion, EngineConfig, Method, SamplingParams, SpeculationConfig
-from outrider.prompts import load_prompts
+from outrider.bench.prompts import load_prompts
 from outrider.types import SpeculationStats
 from tests.models import compute_threads
 

@@ -92,7 +92,10 @@ def test_stop_events_inside_accepted_runs(data: st.DataObject) -> None:
     )
     expected, plain_pieces, plain_steps = run_one(prompt, params, None, eos_ids)
     drafter = ScriptedDrafter(
-        foresee_from(prompt, future), 331, depth=data.draw(st.integers(1, 8)), siblings=1,
+        foresee_from(prompt, future),
+        331,
+        depth=data.draw(st.integers(1, 8)),
+        siblings=1,
         honesty=data.draw(st.sampled_from([1.0, 0.7])),
     )
     outcome, pieces, steps = run_one(prompt, params, drafter, eos_ids)

@@ -105,6 +105,9 @@ class ToyCache:
     def commit(self, row: int, path: Sequence[int]) -> None:
         self.tokens[row] += [self.written[row][node] for node in (0, *path)]
 
+    def scrub(self, row: int, num_slots: int) -> None:
+        """Holds nothing that could be other than finite."""
+
 
 class ToyText:
     """Token 0 is "a", token 1 is "b", and so on."""
@@ -255,6 +258,11 @@ class Setup:
                 budget = Budget(None, max_rows=1024)
                 step.speculative_step(running, target, cache, self.drafter, budget)
         return tuple(_answer(request) for request in requests)
+
+    def run_one(self, choice: int) -> Answer:
+        """One answer decoded alone, with the production sampler."""
+        (answer,) = replace(self, choices=(choice,)).run()
+        return answer
 
     def _request(self, row: int, choice: int, world: World | None) -> ToyRequest:
         params = replace(self.params, choice=choice)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from outrider.bench.prompts import load_prompts
 from outrider.models.attention import attention, reference_attention
 from outrider.models.decoder import Decoder, Segment
 from outrider.models.exactness import chain_segment, prefill, random_tokens, row_policies
 from outrider.models.loading import DEFAULT_MODEL, load, resolve
-from outrider.prompts import load_prompts
 from outrider.tree import DraftTree
 from tests.tiny import write_hf_checkpoint
 

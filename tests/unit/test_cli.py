@@ -410,11 +410,3 @@ def test_models_pull_prints_the_path_alone(monkeypatch, capsys):
     captured = capsys.readouterr()
     assert "/m/a\n" == captured.out
     assert "outrider: fetching\n" == captured.err
-
-
-def test_the_default_model_is_the_catalogues():
-    """Named twice because the flags must not import what reads checkpoints."""
-    from outrider.commands.options import DEFAULT_MODEL
-    from outrider.models.loading import hub
-
-    assert hub.DEFAULT_MODEL == DEFAULT_MODEL

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from outrider import cli
+from outrider.bench.prompts import Prompt
 from outrider.commands import demo, demo_report
 from outrider.commands.demo import ALL, REPEATING, REST, DemoSettings, balanced_rounds
 from outrider.errors import ParameterError
-from outrider.prompts import Prompt
 from tests.fake_llm import FakeLLM
 
 ANSWER = "A long enough answer."  # 21 tokens, 20 after the first
@@ -233,7 +233,7 @@ def test_the_command_exits_with_1_when_a_text_differs(monkeypatch, capsys):
 
 
 def test_bundled_categories_include_every_one_that_repeats_its_input():
-    from outrider.prompts import load_prompts
+    from outrider.bench.prompts import load_prompts
 
     assert {prompt.category for prompt in load_prompts()} >= demo.REPEATING_CATEGORIES
 

@@ -1,4 +1,4 @@
-"""The cache's contract: no slot is lost or shared, and what is committed stays as it was written."""
+"""The cache's contract: no slot is lost or shared, what is committed stays as it was written."""
 
 from __future__ import annotations
 

@@ -111,7 +111,9 @@ def test_chat_uses_the_template(llm: LLM) -> None:
 def test_an_unseeded_request_gets_a_private_seed_that_repeats_it(llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=20)
     first, second = llm.generate(["The bridge", "The bridge"], params)
-    again = llm.generate("The bridge", SamplingParams(temperature=1.0, max_tokens=20, seed=first.seed))
+    again = llm.generate(
+        "The bridge", SamplingParams(temperature=1.0, max_tokens=20, seed=first.seed)
+    )
 
     assert first.seed != second.seed
     assert first.token_ids != second.token_ids
@@ -125,7 +127,9 @@ def test_gguf_gives_the_same_text_as_its_folder(tmp_path: Path, monkeypatch) -> 
     file = LLM(write_gguf_checkpoint(tmp_path / "tiny.gguf", scale=0.15), engine=engine)
     prompt = folder.tokenizer.encode("The outrider left")
 
-    assert folder.generate([prompt], WARM)[0].token_ids == file.generate([prompt], WARM)[0].token_ids
+    assert (
+        folder.generate([prompt], WARM)[0].token_ids == file.generate([prompt], WARM)[0].token_ids
+    )
 
 
 def test_bad_prompts_are_refused_before_anything_runs(llm: LLM) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from outrider.bench.prompts import Prompt
 from outrider.models.architecture import DecoderConfig
-from outrider.prompts import Prompt
 from tests.fake_llm import FakeLLM
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.bench.prompts import Prompt, load_prompts, prompt_set_hash
 from outrider.errors import PromptError
-from outrider.prompts import Prompt, load_prompts, prompt_set_hash
 
 CATEGORIES = {
     "chat",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.statistics import ratio_interval
+from outrider.bench.statistics import ratio_interval
 
 positive = st.floats(min_value=1e-3, max_value=1e3)
 pairs = st.lists(st.tuples(positive, positive), min_size=2, max_size=20)

@@ -25,10 +25,10 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import outrider
+from outrider.bench.prompts import Prompt, prompt_set_hash
+from outrider.bench.statistics import RatioInterval, ratio_interval
 from outrider.config import Method, SamplingParams, SpeculationConfig
 from outrider.errors import ParameterError
-from outrider.prompts import Prompt, prompt_set_hash
-from outrider.statistics import RatioInterval, ratio_interval
 from outrider.types import Completion, SpeculationStats
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as ProgressBar
 from rich.text import Text
 
+from outrider.bench.statistics import RatioInterval
 from outrider.commands import console
 from outrider.commands.demo import REPEATING, REST, SCHEMA_VERSION, DemoResult, Pair, Progress, Row
-from outrider.statistics import RatioInterval
 from outrider.types import Completion
 
 

@@ -12,8 +12,7 @@ from typing import Annotated, Any
 from cyclopts import Group, Parameter
 
 from outrider.config import AVAILABLE_METHODS, EngineConfig, SamplingParams, SpeculationConfig
-
-DEFAULT_MODEL = "smollm2-135m-instruct"
+from outrider.models.loading.hub import DEFAULT_MODEL
 
 _SAMPLING = SamplingParams()
 _SPECULATION = SpeculationConfig()

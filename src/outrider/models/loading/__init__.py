@@ -4,8 +4,10 @@
 
     hub.resolve(name)  ->  path  ->  load(path)  ->  LoadedCheckpoint(config, weights, tokenizer)
 
+    checkpoint                      load(): the one entry for all formats
     hub, wheel, cache, hashing      names, downloads, the user cache
-    huggingface, hf_config          safetensors folders
+    weight_files, huggingface,      safetensors folders
+    hf_config
     gguf_file, gguf_model           GGUF
     tokenizer, hf_tokenizer, gguf_tokenizer, chat_template
     fields, weights                 checked metadata, tensors read one at a time
@@ -17,28 +19,20 @@ decoder and knows nothing of computation.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
+import importlib
+from typing import TYPE_CHECKING
 
-from outrider.errors import CheckpointError, UnknownModelError, UnsafeFileError
-from outrider.models.architecture import DecoderConfig
-from outrider.models.loading import gguf_model, gguf_tokenizer, hf_tokenizer, huggingface
-from outrider.models.loading.cache import cache_root
-from outrider.models.loading.gguf_file import MAGIC, GGUFFile
-from outrider.models.loading.hashing import file_sha256
-from outrider.models.loading.hf_config import parse_config
-from outrider.models.loading.hub import (
-    DEFAULT_MODEL,
-    ModelEntry,
-    display_name,
-    list_models,
-    pull,
-    resolve,
-)
-from outrider.models.loading.tokenizer import Tokenizer
-from outrider.models.loading.weights import LazyWeights
+_HOMES = {
+    "DEFAULT_MODEL": "hub",
+    "LazyWeights": "weights",
+    "LoadedCheckpoint": "checkpoint",
+    "ModelEntry": "hub",
+    "Tokenizer": "tokenizer",
+    "list_models": "hub",
+    "load": "checkpoint",
+    "pull": "hub",
+    "resolve": "hub",
+}
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -52,114 +46,20 @@ __all__ = [
     "resolve",
 ]
 
-
-@dataclass(frozen=True, slots=True)
-class LoadedCheckpoint:
-    """A checkpoint whose parts fit together; the weights are read on access.
-
-    ``weights_hash`` is SHA-256 in hex: of a GGUF file its own, of a folder one over config.json and
-    the weight files. ``source_bytes`` is what the weights take on disk.
-    """
-
-    config: DecoderConfig
-    weights: LazyWeights
-    tokenizer: Tokenizer
-    name: str
-    weights_hash: str
-    source_bytes: int
+if TYPE_CHECKING:
+    from outrider.models.loading.checkpoint import LoadedCheckpoint as LoadedCheckpoint
+    from outrider.models.loading.checkpoint import load as load
+    from outrider.models.loading.hub import DEFAULT_MODEL as DEFAULT_MODEL
+    from outrider.models.loading.hub import ModelEntry as ModelEntry
+    from outrider.models.loading.hub import list_models as list_models
+    from outrider.models.loading.hub import pull as pull
+    from outrider.models.loading.hub import resolve as resolve
+    from outrider.models.loading.tokenizer import Tokenizer as Tokenizer
+    from outrider.models.loading.weights import LazyWeights as LazyWeights
 
 
-def load(
-    path: Path, *, on_progress: Callable[[str, float | None], None] | None = None
-) -> LoadedCheckpoint:
-    """Open a checkpoint and check that config, weights and tokenizer are sound and complete.
-
-    Args:
-        path: a Hugging Face folder, a ``.safetensors`` file in one, a ``.gguf`` file, or a folder
-            that holds nothing but one of those. See :func:`resolve` for names.
-        on_progress: called with a message and None.
-
-    Raises:
-        UnknownModelError: there is no such path.
-        UnsafeFileError: the weights are a pickle; it is not opened.
-        UnsupportedModelError: an architecture, tensor type or tokenizer that is not ours.
-        CheckpointError: anything that is damaged, missing or contradictory, by name.
-    """
-    path = Path(path)
-    if on_progress is not None:
-        on_progress(f"reading {display_name(path)}", None)
-    if path.is_dir():
-        if not (path / "config.json").is_file() and (inner := _only_gguf(path)):
-            return _load_gguf(inner)
-        return _load_folder(path, huggingface.weight_files(path))
-    if not path.exists():
-        raise UnknownModelError(f"no such folder or file: {path}")
-    suffix = path.suffix.lower()
-    if suffix in huggingface.PICKLES:
-        raise UnsafeFileError(
-            f"{path}: a pickle, which can run code when opened; convert it to safetensors first"
-        )
-    if suffix == ".safetensors":
-        return _load_folder(path.parent, [path])
-    if suffix == ".gguf" or _starts_as_gguf(path):
-        return _load_gguf(path)
-    raise CheckpointError(f"{path}: not a model file; allowed: .gguf, .safetensors or a folder")
-
-
-def _load_folder(folder: Path, files: list[Path]) -> LoadedCheckpoint:
-    fields = huggingface.read_config_fields(folder)
-    config = parse_config(fields)
-    weights = huggingface.open_weights(files, config, folder)
-    try:
-        backend, parts = hf_tokenizer.from_folder(folder, fields.values(), config.vocab_size)
-        return LoadedCheckpoint(
-            config=config,
-            weights=weights,
-            tokenizer=Tokenizer(backend, parts),
-            name=display_name(folder),
-            weights_hash=_joint_hash([folder / "config.json", *files]),
-            source_bytes=sum(file.stat().st_size for file in files),
-        )
-    except BaseException:
-        weights.close()
-        raise
-
-
-def _load_gguf(path: Path) -> LoadedCheckpoint:
-    file = GGUFFile.open(path)
-    try:
-        config = gguf_model.read_config(file)
-        weights = gguf_model.open_weights(file, config)
-        backend, parts = gguf_tokenizer.from_gguf(file, config.vocab_size)
-        return LoadedCheckpoint(
-            config=config,
-            weights=weights,
-            tokenizer=Tokenizer(backend, parts),
-            name=display_name(path),
-            weights_hash=file_sha256(path, cache_root()),
-            source_bytes=path.stat().st_size,
-        )
-    except BaseException:
-        file.close()
-        raise
-
-
-def _joint_hash(files: Iterable[Path]) -> str:
-    lines = [f"{file.name} {file_sha256(file, cache_root())}\n" for file in files]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def _only_gguf(folder: Path) -> Path | None:
-    files = sorted(folder.glob("*.gguf"))
-    if len(files) > 1:
-        names = ", ".join(file.name for file in files[:8])
-        raise CheckpointError(f"{folder}: several GGUF files; name one of them: {names}")
-    return files[0] if files else None
-
-
-def _starts_as_gguf(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+def __getattr__(name: str) -> object:
+    """Import a public name's home on first use: looking a model up must not import torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

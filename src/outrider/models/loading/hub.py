@@ -15,7 +15,7 @@ from pathlib import Path
 from outrider.errors import CheckpointError, DownloadError, UnknownModelError
 from outrider.models.loading.cache import cache_root
 from outrider.models.loading.hashing import file_sha256
-from outrider.models.loading.huggingface import weight_files
+from outrider.models.loading.weight_files import weight_files
 from outrider.models.loading.wheel import OnProgress, WheelModel, pull_wheel
 
 DEFAULT_MODEL = "smollm2-135m-instruct"

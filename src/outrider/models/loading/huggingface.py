@@ -1,7 +1,7 @@
-"""A Hugging Face folder: ``config.json`` beside ``model.safetensors``, in one file or in shards.
+"""A Hugging Face folder's weights, in one safetensors file or in shards.
 
-Only data is read. A folder whose weights are pickles is refused, and so is a shard index that
-points outside the folder. Weights come out under the names of :mod:`outrider.models.architecture`.
+Which files those are, :mod:`~outrider.models.loading.weight_files` says. Weights come out under the
+names of :mod:`outrider.models.architecture`.
 """
 
 from __future__ import annotations
@@ -10,21 +10,19 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from outrider.errors import CheckpointError, UnsafeFileError, UnsupportedModelError
+from outrider.errors import CheckpointError, UnsupportedModelError
 from outrider.models.architecture import DecoderConfig
 from outrider.models.loading.fields import Fields, read_json
 from outrider.models.loading.weights import LazyWeights, check_weights
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _GLOBAL_NAMES = {
     "model.embed_tokens.weight": "embed.weight",
@@ -41,44 +39,6 @@ _PARTS = {
 _LAYER = re.compile(r"model\.layers\.(0|[1-9]\d{0,5})\.([\w.]+)\.(weight|bias)")
 # Buffers that old exports saved along; they follow from the config.
 _HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.masked_bias")
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of ``folder``, in a fixed order.
-
-    Raises:
-        UnsafeFileError: the weights are pickles only.
-        CheckpointError: there are no weights, or the index is damaged or points elsewhere.
-    """
-    index_path = folder / _INDEX
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
-    if not index_path.is_file():
-        raise _no_weights(folder)
-    shard_of = read_json(index_path).get("weight_map")
-    if not isinstance(shard_of, dict) or not shard_of:
-        raise CheckpointError(f"{index_path}: weight_map is missing or empty")
-    shards = []
-    for shard in sorted({str(shard) for shard in shard_of.values()}):
-        is_name = PurePosixPath(shard).name == shard and "\\" not in shard
-        if not is_name or not shard.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{index_path}: shard {shard!r} is not the name of a safetensors file in the folder"
-            )
-        if not (folder / shard).is_file():
-            raise CheckpointError(f"{folder}: shard {shard} is missing; fetch the checkpoint again")
-        shards.append(folder / shard)
-    return shards
-
-
-def _no_weights(folder: Path) -> CheckpointError:
-    pickles = sorted(p.name for p in folder.iterdir() if p.suffix.lower() in PICKLES)
-    if pickles:
-        return UnsafeFileError(
-            f"{folder}: the weights are pickles ({pickles[0]}), which can run code when opened; "
-            "convert them to safetensors first"
-        )
-    return CheckpointError(f"{folder}: no weights; allowed: {_SINGLE}, {_INDEX} with its shards")
 
 
 def open_weights(files: Iterable[Path], config: DecoderConfig, folder: Path) -> LazyWeights:

@@ -2,7 +2,7 @@
 
 Owns the estimator that every speed comparison in the project uses: per pair the logarithm of the
 ratio, their mean with a Student t interval, and the exponential of both. Used by
-:mod:`outrider.commands.demo` and the scripts in ``benchmarks/``; knows nothing about models or clocks.
+:mod:`outrider.commands.demo` and the scripts in ``benchmarks/``; knows neither models nor clocks.
 """
 
 from __future__ import annotations

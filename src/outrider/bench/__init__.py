@@ -1,0 +1,1 @@
+"""Measuring: prompt sets and the statistics of comparisons. Never imports torch."""
