@@ -115,6 +115,3 @@ class DraftTree:
         order = sorted(range(1, len(self)), key=lambda node: (-self.score[node], node))
         within = [node for node in order if self.depth[node] <= max_depth]
         return self.keep(within[: max(0, max_nodes)])
-
-
-RequestTree = DraftTree

@@ -2,7 +2,7 @@
 
 A drafter only guesses: whatever it proposes, the emitted tokens are the target's own. It sees the
 request's tokens and, through ``sampler``, the same noise and filters as the target, and hands
-over one :class:`~outrider.tree.RequestTree` per request.
+over one :class:`~outrider.tree.DraftTree` per request.
 
 Sits below ``step``, which calls ``prefill`` once per request, then ``propose`` and ``observe`` once
 per verify step, then ``release``.
@@ -16,7 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 from outrider.sampling import RequestSampler
-from outrider.tree import RequestTree
+from outrider.tree import DraftTree
 from outrider.types import Verdict
 
 
@@ -55,7 +55,7 @@ class Drafter(Protocol):
 
     def propose(
         self, requests: Sequence[DraftRequest], max_depth: Sequence[int]
-    ) -> list[RequestTree]:
+    ) -> list[DraftTree]:
         """One tree per request, no deeper than its ``max_depth`` (0: the root alone).
 
         The root is the request's last token. ``score`` is the drafter's confidence in (0, 1].
@@ -65,7 +65,7 @@ class Drafter(Protocol):
     def observe(
         self,
         requests: Sequence[DraftRequest],
-        trees: Sequence[RequestTree],
+        trees: Sequence[DraftTree],
         verdicts: Sequence[Verdict],
         hidden_RD: Tensor | None,
     ) -> None:
