@@ -64,7 +64,7 @@ class CountingDecoder:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         self.longest = max(self.longest, len(ids))
         self.total += len(ids)
-        return self.inner.decode(ids, skip_special_tokens)
+        return self.inner.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
 def stream_of(
