@@ -167,4 +167,5 @@ def enumerate_law(program: Callable[[World], Outcome]) -> dict[Outcome, Fraction
 def distance(law: dict[Outcome, Fraction], other: dict[Outcome, Fraction]) -> Fraction:
     """Total variation distance of two laws."""
     outcomes = law.keys() | other.keys()
-    return sum((abs(law.get(o, 0) - other.get(o, 0)) for o in outcomes), Fraction(0)) / 2
+    none = Fraction(0)
+    return sum((abs(law.get(o, none) - other.get(o, none)) for o in outcomes), none) / 2

@@ -257,23 +257,28 @@ def test_choices_decoded_in_one_batch_are_independent() -> None:
 
 
 def test_the_same_choice_twice_gives_the_same_answer_twice() -> None:
-    setup = Setup(TARGET, params(), ToyDrafter(lopsided(2), coupled), choices=(4, 4))
+    """The copies share all noise, so their joint law is that of one, on the diagonal."""
+    drafter = ToyDrafter(lopsided(2), coupled)
+    setup = Setup(TARGET, params(), drafter, choices=(4, 4))
     law = enumerate_law(setup.run)
     alone = replace(setup, choices=(4,)).plain_law()
 
     assert {(answer, answer): share for (answer,), share in alone.items()} == law
+    assert drafter.tally.is_eventful
 
 
 @pytest.mark.parametrize("guess", [blind, coupled])
 def test_answers_do_not_depend_on_the_drafter_world_by_world(guess: Guess) -> None:
     """Not only the law: under the same noise the answer is the same, with or without drafts."""
     plain = Setup(TARGET, params())
-    drafting = replace(plain, drafter=ToyDrafter(lopsided(2), guess))
+    drafter = ToyDrafter(lopsided(2), guess)
+    drafting = replace(plain, drafter=drafter)
 
     def both(world: World) -> bool:
         return plain.run(world) == drafting.run(world)
 
     assert {True: Fraction(1)} == enumerate_law(both)
+    assert drafter.tally.is_eventful
 
 
 # --- what must be caught ------------------------------------------------------------------------

@@ -146,8 +146,11 @@ def test_logits_that_are_not_finite_end_that_answer_alone_and_alike(temperature:
 
     if temperature:
         assert {FinishReason.ERROR, FinishReason.LENGTH} == reasons
+    tally = Tally()
     for guess in (favourite, coupled, contrary):
-        assert expected == replace(plain, drafter=ToyDrafter(widths(2, 2, 2), guess)).run()
+        drafter = ToyDrafter(widths(2, 2, 2), guess, tally=tally)
+        assert expected == replace(plain, drafter=drafter).run()
+    assert tally.is_eventful
 
 
 # --- the law, drawn -----------------------------------------------------------------------------

@@ -184,16 +184,7 @@ class ExactSampler:
         self, logits_NV: torch.Tensor, token_ids: Sequence[int], tree: DraftTree
     ) -> Sequence[int]:
         """On demand, so that only the races of the walk's path are enumerated."""
-        prefix = list(token_ids)
-
-        class OnDemand(Sequence[int]):
-            def __len__(self) -> int:
-                return len(tree)
-
-            def __getitem__(_, node: Any) -> Any:  # noqa: N805 -- self is the sampler here
-                return self.pick(logits_NV[node].tolist(), prefix, tree, node)
-
-        return OnDemand()
+        return _OnDemand(self, logits_NV, list(token_ids), tree)
 
     def pick(
         self, logits: Sequence[float], token_ids: Sequence[int], tree: DraftTree, node: int
@@ -215,6 +206,20 @@ class ExactSampler:
 
     def release(self, position: int) -> None:
         """Noise is never redrawn in a world."""
+
+
+@dataclass(frozen=True)
+class _OnDemand(Sequence[int]):
+    sampler: ExactSampler
+    logits_NV: torch.Tensor
+    token_ids: list[int]
+    tree: DraftTree
+
+    def __len__(self) -> int:
+        return len(self.tree)
+
+    def __getitem__(self, node: Any) -> Any:
+        return self.sampler.pick(self.logits_NV[node].tolist(), self.token_ids, self.tree, node)
 
 
 class ToyRequest(Request):
