@@ -93,7 +93,7 @@ def measure_costs(
             on_progress("timing the target", place / len(contexts))
         while cache.committed(row) < context:
             count = min(32, context - cache.committed(row))
-            target.forward([Segment(row, [0] * count, range(count))], cache, wants_logits=False)
+            target.forward([Segment(row, [0] * count, range(count), num_silent=count)], cache)
             cache.extend(row, count)
         taken: dict[int, list[float]] = {count: [] for count in TABLE_ROWS}
         for _ in range(TABLE_REPEATS):

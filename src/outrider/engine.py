@@ -21,6 +21,10 @@ from outrider.scheduler import Request, Scheduler
 from outrider.step import speculative_step
 from outrider.types import StepRecord
 
+# Prompt tokens that a request's first step computes along with its root and drafts: about as many
+# rows as one block of the linears has room for, so they cost next to nothing there.
+FIRST_STEP_TOKENS = 23
+
 
 class Engine:
     """Decodes up to ``max_batch_size`` requests at once, refilling rows as requests end.
@@ -125,14 +129,14 @@ class Engine:
             self._remove(request)
 
     def _prefill(self, request: Request) -> None:
-        """Commit the prompt but its last token, which is the first step's root."""
+        """Commit the prompt but its last tokens, which the first step takes along."""
         row = request.cache_row
         assert row is not None
-        tokens = request.token_ids[:-1]
+        tokens = request.token_ids[: -1 - FIRST_STEP_TOKENS]
         for start in range(0, len(tokens), self._prefill_chunk):
             chunk = tokens[start : start + self._prefill_chunk]
-            segment = Segment(row, chunk, range(len(chunk)))
-            self._target.forward([segment], self._cache, wants_logits=False)
+            segment = Segment(row, chunk, range(len(chunk)), num_silent=len(chunk))
+            self._target.forward([segment], self._cache)
             self._cache.extend(row, len(chunk))
         if self._drafter is not None and request.speculates:
             self._drafter.prefill(request, None)

@@ -29,17 +29,21 @@ from torch import Tensor
 class StepSlots:
     """Where one forward pass writes and reads: a segment of consecutive slots per request.
 
-    ``live_len`` is the longest request's committed plus new tokens; reads stop there.
-    ``row_R``/``slot_R`` address each packed row; None for a single request, where a slice does.
+    ``live_len`` is the longest request's committed plus new tokens; reads stop there. Views of all
+    layers are made once per pass: ``live`` holds keys and values ``[B, G, live_len, K]`` by layer
+    (None where the rows are scattered and must be gathered), ``own`` a single request's new slots
+    ``[T, G, K]`` (None for several, whose rows ``row_R``/``slot_R`` address).
     """
 
     rows: tuple[int, ...]
     starts: tuple[int, ...]
     counts: tuple[int, ...]
     live_len: int
-    row_R: Tensor | None
-    slot_R: Tensor | None
-    row_B: Tensor | None
+    live: tuple[Sequence[Tensor], Sequence[Tensor]] | None
+    own: tuple[Sequence[Tensor], Sequence[Tensor]] | None
+    row_R: Tensor | None = None
+    slot_R: Tensor | None = None
+    row_B: Tensor | None = None
 
 
 class KVCache:
@@ -99,25 +103,30 @@ class KVCache:
         starts = tuple(self._committed[row] for row in rows)
         live_len = max(start + count for start, count in zip(starts, counts, strict=True))
         assert live_len <= self.num_slots, "a pass must be clipped to the room left"
+        first, last = rows[0], rows[-1]
+        live = own = None
+        if list(rows) == list(range(first, last + 1)):
+            live = self._views((slice(None), slice(first, last + 1), slice(None), slice(live_len)))
         if len(rows) == 1:
-            return StepSlots(tuple(rows), starts, tuple(counts), live_len, None, None, None)
+            window = slice(starts[0], live_len)
+            own = self._views((slice(None), first, slice(None), window), swap=(1, 2))
+            return StepSlots(tuple(rows), starts, tuple(counts), live_len, live, own)
         packed = [
             (row, start + offset)
             for row, start, count in zip(rows, starts, counts, strict=True)
             for offset in range(count)
         ]
         row_R, slot_R = torch.tensor(packed).unbind(1)
-        is_range = list(rows) == list(range(rows[0], rows[0] + len(rows)))
-        row_B = None if is_range else torch.tensor(rows)
-        return StepSlots(tuple(rows), starts, tuple(counts), live_len, row_R, slot_R, row_B)
+        row_B = torch.tensor(rows) if live is None else None
+        return StepSlots(
+            tuple(rows), starts, tuple(counts), live_len, live, own, row_R, slot_R, row_B
+        )
 
     def write(self, layer: int, slots: StepSlots, key_RGK: Tensor, value_RGK: Tensor) -> None:
         """Store the pass's keys and values of one layer, rounded to the cache's dtype."""
-        if slots.row_R is None:
-            row, start = slots.rows[0], slots.starts[0]
-            window = slice(start, start + slots.counts[0])
-            self._keys[layer][row, :, window].copy_(key_RGK.transpose(0, 1))
-            self._values[layer][row, :, window].copy_(value_RGK.transpose(0, 1))
+        if slots.own is not None:
+            slots.own[0][layer].copy_(key_RGK)
+            slots.own[1][layer].copy_(value_RGK)
             return
         keys, values = self._keys[layer], self._values[layer]
         keys[slots.row_R, :, slots.slot_R] = key_RGK.to(keys.dtype)
@@ -125,13 +134,19 @@ class KVCache:
 
     def read(self, layer: int, slots: StepSlots) -> tuple[Tensor, Tensor]:
         """Keys and values ``[B, G, live_len, K]`` of the pass's requests, committed and new."""
-        return self._live(self._keys[layer], slots), self._live(self._values[layer], slots)
+        if slots.live is not None:
+            return slots.live[0][layer], slots.live[1][layer]
+        gathered = slots.row_B, slice(None), slice(slots.live_len)
+        return self._keys[layer][gathered], self._values[layer][gathered]
 
-    def _live(self, cache_BGSK: Tensor, slots: StepSlots) -> Tensor:
-        if slots.row_B is not None:
-            return cache_BGSK[slots.row_B, :, : slots.live_len]
-        first = slots.rows[0]
-        return cache_BGSK[first : first + len(slots.rows), :, : slots.live_len]
+    def _views(
+        self, place: tuple[slice | int, ...], swap: tuple[int, int] | None = None
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """One view per layer of the same place in keys and values."""
+        keys, values = self._keys_LBGSK[place], self._values_LBGSK[place]
+        if swap is not None:
+            keys, values = keys.transpose(*swap), values.transpose(*swap)
+        return keys.unbind(0), values.unbind(0)
 
     def extend(self, row: int, count: int) -> None:
         """Commit the first ``count`` tokens of the last pass as they lie (prefill)."""

@@ -2,8 +2,8 @@
 
 Owns the order of the algorithm and nothing else. Called by the engine for all requests that decode;
 a request that drafts nothing takes the same path with a tree of its root alone, which is plain
-decoding. The first token after prefill too: prefill commits all of the prompt but its last token,
-which is the first step's root.
+decoding. The first token after prefill too: prefill leaves the prompt's last tokens to the first
+step, the very last as its root.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def speculative_step(
     trees = budget.prune(trees, [cache.committed(_row(request)) for request in requests])
     drafted = time.perf_counter()
 
-    segments = [_segment(*pair) for pair in zip(requests, trees, strict=True)]
+    segments = [_segment(*pair, cache) for pair in zip(requests, trees, strict=True)]
     logits_RV = target.forward(segments, cache).logits_RV
     picks, is_tainted = choose(requests, trees, logits_RV)
     verdicts = [walk(tree, picked) for tree, picked in zip(trees, picks, strict=True)]
@@ -46,7 +46,8 @@ def speculative_step(
             verdicts[b] = decode_alone(requests[b], trees[b], target, cache)
     verified = time.perf_counter()
 
-    for request, verdict in zip(requests, verdicts, strict=True):
+    for request, segment, verdict in zip(requests, segments, verdicts, strict=True):
+        cache.extend(_row(request), segment.num_silent)
         cache.commit(_row(request), verdict.path)
         request.emit(verdict)
         request.sampler.release(len(request.token_ids))
@@ -101,16 +102,25 @@ def decode_alone(request: Request, tree: DraftTree, target: Decoder, cache: KVCa
     A mask cannot hide such a node (infinity times zero is not zero), so its siblings' rows are
     spoilt too, and the text must not depend on what was drafted.
     """
-    cache.scrub(_row(request), len(tree))
+    cache.scrub(_row(request), len(_segment(request, tree, cache).tokens))
     root = DraftTree.root(tree.token[0])
-    logits_RV = target.forward([_segment(request, root)], cache).logits_RV
+    logits_RV = target.forward([_segment(request, root, cache)], cache).logits_RV
     (picks,), _ = choose([request], [root], logits_RV)
     verdict = walk(root, picks)
     return Verdict(verdict.path, verdict.tokens, tree.num_drafted, verdict.is_finite)
 
 
-def _segment(request: Request, tree: DraftTree) -> Segment:
-    return Segment(_row(request), tree.token, tree.depth, tree.ancestor_mask())
+def _segment(request: Request, tree: DraftTree, cache: KVCache) -> Segment:
+    """The tree behind those prompt tokens, if any, that prefill left to this step."""
+    row = _row(request)
+    prompt = request.token_ids[cache.committed(row) : -1]
+    return Segment(
+        row,
+        prompt + tree.token,
+        [*range(len(prompt)), *(len(prompt) + depth for depth in tree.depth)],
+        tree.ancestor_mask(num_before=len(prompt)),
+        num_silent=len(prompt),
+    )
 
 
 def _row(request: Request) -> int:

@@ -81,16 +81,18 @@ class DraftTree:
         """Whether every node is the child of the one before it."""
         return all(parent == node - 1 for node, parent in enumerate(self.parent))
 
-    def ancestor_mask(self) -> Tensor | None:
+    def ancestor_mask(self, num_before: int = 0) -> Tensor | None:
         """Bool ``[N, N]``: entry ``[i, j]`` says that j is i or an ancestor of i; None for a chain.
 
-        Parents precede children, so one pass in node order suffices.
+        ``num_before`` tokens that lead to the root, one after the other, take the first rows and
+        columns. Parents precede children, so one pass in node order suffices.
         """
         if self.is_chain:
             return None
-        mask_NN = np.eye(len(self), dtype=np.bool_)
+        mask_NN = np.tri(num_before + len(self), dtype=np.bool_)
+        mask_NN[num_before:, num_before:] = np.eye(len(self), dtype=np.bool_)
         for node in range(1, len(self)):
-            mask_NN[node] |= mask_NN[self.parent[node]]
+            mask_NN[num_before + node] |= mask_NN[num_before + self.parent[node]]
         return torch.from_numpy(mask_NN)
 
     def keep(self, nodes: Sequence[int]) -> DraftTree:

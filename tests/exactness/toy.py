@@ -67,7 +67,7 @@ class ToyTarget:
         for segment in segments:
             committed = cache.tokens[segment.cache_row]
             cache.written[segment.cache_row] = list(segment.tokens)
-            for node in range(len(segment.tokens)):
+            for node in range(segment.num_silent, len(segment.tokens)):
                 prefix = [*committed, *self.visible(segment, node)]
                 rows.append(self.logits(prefix, len(committed) + self.depth(segment, node)))
         return SimpleNamespace(logits_RV=torch.tensor(rows, dtype=torch.float32))
@@ -96,11 +96,16 @@ class ToyCache:
     """Which tokens are committed for each request, and which the last pass wrote behind them."""
 
     def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
-        self.tokens = [list(prompt[:-1]) for prompt in prompts]
+        # As after prefill: the last tokens but the root are left to the first step.
+        self.tokens = [list(prompt[:-2]) for prompt in prompts]
         self.written: list[list[int]] = [[] for _ in prompts]
 
     def committed(self, row: int) -> int:
         return len(self.tokens[row])
+
+    def extend(self, row: int, count: int) -> None:
+        self.tokens[row] += self.written[row][:count]
+        self.written[row] = self.written[row][count:]
 
     def commit(self, row: int, path: Sequence[int]) -> None:
         self.tokens[row] += [self.written[row][node] for node in (0, *path)]

@@ -36,21 +36,23 @@ class Segment:
     """One request's share of a pass: its tokens behind the committed prefix.
 
     ``depths`` are distances from the first token's position (0, 1, 2, ... for a chain);
-    ``ancestor_mask_TT`` is None for a chain.
+    ``ancestor_mask_TT`` is None for a chain. The first ``num_silent`` rows get no logits: they are
+    prompt tokens whose successors are known.
     """
 
     cache_row: int
     tokens: Sequence[int]
     depths: Sequence[int]
     ancestor_mask_TT: Tensor | None = None
+    num_silent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
     """What a pass returns, rows in segment order.
 
-    ``logits_RV`` is float32 (empty when none were asked for); ``hidden_LRD`` stacks the captured
-    residual states, one per asked layer index; ``counts`` splits rows back into segments.
+    ``logits_RV`` is float32, without the silent rows; ``hidden_LRD`` stacks the captured residual
+    states of all rows, one per asked layer index; ``counts`` splits those back into segments.
     """
 
     logits_RV: Tensor
@@ -83,6 +85,7 @@ class _Pass:
     sliding_bias: Tensor | None
     request_R: Tensor | None
     place_R: Tensor | None
+    heads_RD: Tensor  # attention's output, padded to the linears' least row count; reused by layers
 
 
 class Decoder:
@@ -126,7 +129,6 @@ class Decoder:
         segments: Sequence[Segment],
         cache: KVCache,
         *,
-        wants_logits: bool = True,
         capture: Sequence[int] = (),
     ) -> ForwardOutput:
         """Run the segments; keys and values land behind each prefix, uncommitted.
@@ -146,12 +148,21 @@ class Decoder:
             if len(self._layers) in capture:
                 captured[len(self._layers)] = x_RD[: plan.num_rows].clone()
             hidden_LRD = torch.stack([captured[i] for i in capture]) if capture else None
-            if wants_logits:
-                normed_RD = self._rms_norm(x_RD, self._norm)
-                logits_RV = self._head(normed_RD)[: plan.num_rows].float()
-            else:
-                logits_RV = torch.empty(0, self.config.vocab_size)
-            return ForwardOutput(logits_RV, hidden_LRD, plan.slots.counts)
+            return ForwardOutput(self._logits(x_RD, segments), hidden_LRD, plan.slots.counts)
+
+    def _logits(self, x_RD: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """Float32 logits of the rows that are not silent, padded for the product in between."""
+        rows, first = [], 0
+        for segment in segments:
+            last = first + len(segment.tokens)
+            rows += range(first + segment.num_silent, last)
+            first = last
+        if not rows:
+            return torch.empty(0, self.config.vocab_size)
+        if len(rows) < first:
+            padded = rows + rows[-1:] * (self._min_rows - len(rows))
+            x_RD = x_RD[torch.tensor(padded)]
+        return self._head(self._rms_norm(x_RD, self._norm))[: len(rows)].float()
 
     def new_cache(self, *, max_batch_size: int, num_slots: int) -> KVCache:
         """A cache of this model's shape in its compute dtype."""
@@ -189,6 +200,11 @@ class Decoder:
             sliding_bias=visibility_bias(slots, masks, depths, window) if window else None,
             request_R=request_R,
             place_R=place_R,
+            heads_RD=torch.zeros(
+                max(sum(counts), self._min_rows),
+                self.config.num_heads * self.config.head_dim,
+                dtype=self.dtype,
+            ),
         )
 
     def _embed(self, segments: Sequence[Segment]) -> Tensor:
@@ -208,8 +224,8 @@ class Decoder:
         if layer.q_norm is not None and layer.k_norm is not None:
             rotated_RHK = self._norm_heads(rotated_RHK, layer.q_norm, layer.k_norm)
         if layer.has_rope:
-            pairs = torch.view_as_complex(rotated_RHK.unflatten(-1, (-1, 2)))
-            rotated_RHK = torch.view_as_real(pairs * plan.rotation_R1C).flatten(-2)
+            pairs_RHC = torch.view_as_complex(rotated_RHK.view(num_rows, num_rotated, -1, 2))
+            rotated_RHK = torch.view_as_real(pairs_RHC * plan.rotation_R1C).view_as(rotated_RHK)
         query_RHK = rotated_RHK[:, : config.num_heads]
         cache.write(
             index, plan.slots, rotated_RHK[:, config.num_heads :], heads_RHK[:, num_rotated:]
@@ -219,10 +235,8 @@ class Decoder:
         out_RHK = self._attend_padded(query_RHK, key_BGSK, value_BGSK, bias, plan)
         if self.dtype == torch.float32:
             out_RHK = shorten(out_RHK)
-        # Straight into a block padded to the linears' least row count, rounding on the way.
-        out_RD = x_RD.new_zeros(x_RD.shape[0], config.num_heads * config.head_dim)
-        out_RD[:num_rows].view_as(query_RHK).copy_(out_RHK)
-        return layer.out(out_RD, x_RD)
+        plan.heads_RD[:num_rows].view_as(query_RHK).copy_(out_RHK)  # rounds on the way
+        return layer.out(plan.heads_RD, x_RD)
 
     def _attend_padded(
         self,

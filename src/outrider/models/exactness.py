@@ -197,7 +197,8 @@ def prefill(decoder: Decoder, cache, row: int, tokens: Sequence[int], chunk: int
     """Commit tokens to a cache row in chunks, without logits."""
     for start in range(0, len(tokens), chunk):
         piece = tokens[start : start + chunk]
-        decoder.forward([chain_segment(row, piece)], cache, wants_logits=False)
+        segment = Segment(row, piece, range(len(piece)), num_silent=len(piece))
+        decoder.forward([segment], cache)
         cache.extend(row, len(piece))
 
 
