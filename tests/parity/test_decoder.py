@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from outrider.bench.prompts import load_prompts
@@ -17,6 +18,7 @@ from outrider.models.attention import attention, reference_attention
 from outrider.models.decoder import Decoder, Segment
 from outrider.models.exactness import chain_segment, prefill, random_tokens, row_policies
 from outrider.models.loading import DEFAULT_MODEL, load, resolve
+from outrider.models.norm import RMSNorm
 from outrider.tree import DraftTree
 from tests.tiny import write_hf_checkpoint
 
@@ -129,6 +131,21 @@ def test_each_tree_node_equals_its_path_decoded_alone(
         alone = all_logits(decoder, [*prompt, tree.token[0], *tree.path_tokens(node)])[-1]
 
         assert torch.equal(alone, logits_NV[node])
+
+
+@pytest.mark.parametrize("size", [12, 72, 576, 1000])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_rms_norm_equals_its_plain_twin_row_by_row(size: int, scale: float) -> None:
+    generator = torch.Generator().manual_seed(size)
+    weight_D = torch.rand(size, generator=generator) + 0.5
+    x_RD = scale * (torch.randn(33, size, generator=generator) + 3.0)
+    norm = RMSNorm(weight_D, 1e-5)
+    together = norm(x_RD)
+
+    torch.testing.assert_close(
+        together, F.rms_norm(x_RD, (size,), weight_D, 1e-5), rtol=2e-6, atol=1e-6
+    )
+    assert torch.equal(together, torch.cat([norm(x_RD[i : i + 1]) for i in range(33)]))
 
 
 def test_attention_equals_its_plain_twin() -> None:

@@ -25,6 +25,7 @@ from outrider.kv_cache import KVCache, StepSlots
 from outrider.models.architecture import DecoderConfig
 from outrider.models.attention import Rotary, attention, shorten, visibility_bias
 from outrider.models.linear import ExactLinear, RowPolicy
+from outrider.models.norm import RMSNorm
 
 # torch computes exp with another routine in the last, partial vector of a tensor; widths that
 # are a multiple of this many elements have no such tail, whatever the number of rows.
@@ -62,8 +63,8 @@ class ForwardOutput:
 
 @dataclass(slots=True)
 class _Layer:
-    attn_norm: Tensor
-    mlp_norm: Tensor
+    attn_norm: RMSNorm
+    mlp_norm: RMSNorm
     qkv: ExactLinear
     out: ExactLinear
     gate_up: ExactLinear
@@ -114,7 +115,7 @@ class Decoder:
         self.policies = dict(policies)
         self._rotary = Rotary(config.rope, config.head_dim)
         self._embedding = weights["embed.weight"].to(dtype).contiguous()
-        self._norm = weights["norm.weight"].to(dtype)
+        self._norm = RMSNorm(weights["norm.weight"].to(dtype), config.norm_eps)
         head = self._embedding if config.tied_embeddings else weights["lm_head.weight"].to(dtype)
         self._head = self._linear(head, None, adds=False)
         self._layers: list[_Layer] = []
@@ -162,7 +163,7 @@ class Decoder:
         if len(rows) < first:
             padded = rows + rows[-1:] * (self._min_rows - len(rows))
             x_RD = x_RD[torch.tensor(padded)]
-        return self._head(self._rms_norm(x_RD, self._norm))[: len(rows)].float()
+        return self._head(self._norm(x_RD))[: len(rows)].float()
 
     def new_cache(self, *, max_batch_size: int, num_slots: int) -> KVCache:
         """A cache of this model's shape in its compute dtype."""
@@ -218,7 +219,7 @@ class Decoder:
     ) -> Tensor:
         config, num_rows = self.config, plan.num_rows
         num_rotated = config.num_heads + config.num_kv_heads
-        qkv_R = layer.qkv(self._rms_norm(x_RD, layer.attn_norm))
+        qkv_R = layer.qkv(layer.attn_norm(x_RD))
         heads_RHK = qkv_R[:num_rows].view(num_rows, -1, config.head_dim)
         rotated_RHK = heads_RHK[:, :num_rotated].double()
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -257,12 +258,9 @@ class Decoder:
         return out_BHTK.transpose(1, 2)[plan.request_R, plan.place_R]
 
     def _mlp(self, layer: _Layer, x_RD: Tensor) -> Tensor:
-        gate_up = layer.gate_up(self._rms_norm(x_RD, layer.mlp_norm))
+        gate_up = layer.gate_up(layer.mlp_norm(x_RD))
         gate, up = gate_up.chunk(2, dim=-1)
         return layer.down(F.silu(gate).mul_(up), x_RD)
-
-    def _rms_norm(self, x_RD: Tensor, weight_D: Tensor) -> Tensor:
-        return F.rms_norm(x_RD, weight_D.shape, weight_D, self.config.norm_eps)
 
     def _norm_heads(self, heads_RHK: Tensor, q_norm_K: Tensor, k_norm_K: Tensor) -> Tensor:
         """Per-head RMSNorm of queries and keys in float64 (Qwen3), before rotation."""
@@ -305,8 +303,8 @@ class Decoder:
         down = F.pad(need("down.weight"), (0, padding))
         q_norm, k_norm = get("q_norm.weight"), get("k_norm.weight")
         return _Layer(
-            attn_norm=need("attn_norm.weight"),
-            mlp_norm=need("mlp_norm.weight"),
+            attn_norm=RMSNorm(need("attn_norm.weight"), config.norm_eps),
+            mlp_norm=RMSNorm(need("mlp_norm.weight"), config.norm_eps),
             qkv=self._linear(qkv_weight, qkv_bias, adds=False),
             out=self._linear(need("o.weight"), get("o.bias"), adds=True),
             gate_up=self._linear(gate_up, gate_up_bias, adds=False),

@@ -31,7 +31,7 @@ from outrider.models.decoder import Decoder, Segment, linear_shapes
 from outrider.models.linear import RowPolicy, has_packed_kernels, probe_rows
 
 # Raised whenever kernels or the order of operations change, so that old results are not believed.
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 
 ProgressCallback = Callable[[str, float | None], None]
 
