@@ -1,7 +1,9 @@
 """L1 and L2 on the embedded model: every token id identical, zero exceptions.
 
-The quick share runs in ``make test``; ``make test-exact`` runs 200 prompts x 128 tokens, where
-``OUTRIDER_PROMPTS`` may name a JSONL file with more prompts than the bundled ones.
+The quick share runs in ``make test``; ``make test-exact`` runs up to 200 prompts x 128 tokens, about
+half an hour per sampling setting on two cores. ``OUTRIDER_PROMPTS`` may name a JSONL file with more
+prompts than the bundled 72, ``OUTRIDER_THREADS`` the compute threads (1 lets two settings, chosen
+with ``-k``, run side by side).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from outrider.types import SpeculationStats
 from tests.models import compute_threads
 
 BATCH = 8
+THREADS = int(os.environ.get("OUTRIDER_THREADS", "2"))
 SAMPLING = {
     "greedy": {"temperature": 0.0},
     "T=0.8": {"temperature": 0.8},
@@ -40,13 +43,13 @@ TREE = SpeculationConfig(
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[LLM]:
-    with compute_threads(2):
+    with compute_threads(THREADS):
         yield LLM(speculation=PLAIN, engine=EngineConfig(max_model_len=1024))
 
 
 @pytest.fixture(scope="module")
 def batched() -> Iterator[LLM]:
-    with compute_threads(2):
+    with compute_threads(THREADS):
         yield LLM(speculation=PLAIN, engine=EngineConfig(max_model_len=1024, max_batch_size=BATCH))
 
 
