@@ -1,0 +1,2 @@
+outrider: reading hf
+outrider: loading weights
