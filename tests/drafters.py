@@ -28,8 +28,6 @@ class ScriptedDrafter:
         order: ``first`` puts the true child before its siblings, ``last`` behind them.
     """
 
-    name = "scripted"
-
     def __init__(
         self,
         foresee: Foresight,

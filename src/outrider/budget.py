@@ -121,10 +121,13 @@ class Budget:
         self._max_rows = max_rows
         self._draft_s = 0.0
 
-    def prune(self, trees: Sequence[DraftTree], contexts: Sequence[int]) -> list[DraftTree]:
+    def prune(
+        self, trees: Sequence[DraftTree], contexts: Sequence[int], num_silent: int = 0
+    ) -> list[DraftTree]:
         """The batch's trees reduced to the nodes worth verifying; roots always stay.
 
-        ``contexts`` are the requests' committed lengths.
+        ``contexts`` are the requests' committed lengths, ``num_silent`` the prompt rows that share
+        the pass.
         """
         nodes = sorted(
             (-tree.score[node], b, node)
@@ -133,7 +136,8 @@ class Budget:
         )
         nodes = nodes[: max(0, self._max_rows - len(trees))]
         if self._costs is not None:
-            nodes = nodes[: self._best_count([-score for score, _, _ in nodes], contexts)]
+            scores = [-score for score, _, _ in nodes]
+            nodes = nodes[: self._best_count(scores, contexts, len(trees) + num_silent)]
         kept: list[list[int]] = [[] for _ in trees]
         for _, b, node in nodes:
             kept[b].append(node)
@@ -146,16 +150,15 @@ class Budget:
         """Take in what a step's drafting cost (moving average)."""
         self._draft_s += 0.1 * (record.draft_s - self._draft_s)
 
-    def _best_count(self, scores: Sequence[float], contexts: Sequence[int]) -> int:
+    def _best_count(self, scores: Sequence[float], contexts: Sequence[int], base_rows: int) -> int:
         """How many of the best nodes maximise the expected tokens per second."""
         assert self._costs is not None
-        num_requests, context = len(contexts), fmean(contexts)
-        expected = float(num_requests)
+        context, expected = fmean(contexts), float(len(contexts))
         best_count = 0
-        best_rate = MIN_GAIN * expected / (self._draft_s + self._costs.at(num_requests, context))
+        best_rate = MIN_GAIN * expected / (self._draft_s + self._costs.at(base_rows, context))
         for count, score in enumerate(scores, start=1):
             expected += score
-            seconds = self._draft_s + self._costs.at(num_requests + count, context)
+            seconds = self._draft_s + self._costs.at(base_rows + count, context)
             if expected / seconds > best_rate:
                 best_count, best_rate = count, expected / seconds
         return best_count

@@ -10,13 +10,16 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from outrider.errors import ParameterError
 
 MAX_SEED = 2**64 - 1
+
+# Prompt tokens that a request's first step computes along with its root and drafts: about as many
+# rows as one block of the linears has room for, so they cost next to nothing there.
+FIRST_STEP_TOKENS = 23
 
 
 class Method(StrEnum):
@@ -144,7 +147,6 @@ class SpeculationConfig:
     dynamic_tree_max_topK: int | None = None
     max_total_draft_tokens: int | None = None
     adaptive: bool = True
-    head: Path | None = None
 
     def __post_init__(self) -> None:
         try:

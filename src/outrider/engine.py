@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from outrider.budget import Budget, CostTable
-from outrider.config import EngineConfig, SamplingParams
+from outrider.config import FIRST_STEP_TOKENS, EngineConfig, SamplingParams
 from outrider.drafters import Drafter
 from outrider.errors import PromptError
 from outrider.models.decoder import Decoder, Segment
@@ -20,10 +20,6 @@ from outrider.output import TextDecoder
 from outrider.scheduler import Request, Scheduler
 from outrider.step import speculative_step
 from outrider.types import StepRecord
-
-# Prompt tokens that a request's first step computes along with its root and drafts: about as many
-# rows as one block of the linears has room for, so they cost next to nothing there.
-FIRST_STEP_TOKENS = 23
 
 
 class Engine:
@@ -53,6 +49,7 @@ class Engine:
         costs: CostTable | None,
     ) -> None:
         self.max_model_len = max_model_len
+        self._threads = torch.get_num_threads()
         self._target = target
         self._decoder = decoder
         self._eos_ids = eos_ids
@@ -63,7 +60,10 @@ class Engine:
             num_slots=max_model_len + max_draft_tokens,
         )
         self._scheduler = Scheduler(self._cache)
-        self._budget = Budget(costs, max_rows=config.max_batch_size * (1 + max_draft_tokens))
+        max_rows = config.max_batch_size * (1 + max_draft_tokens)
+        if costs is not None:
+            max_rows = min(max_rows, costs.rows[-1])
+        self._budget = Budget(costs, max_rows=max_rows)
         self._next_id = itertools.count()
 
     @property
@@ -102,6 +102,8 @@ class Engine:
         Returns the requests that got tokens or ended, and where the step's time went (None when
         nothing ran).
         """
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)  # somebody else's setting would change kernels
         with torch.inference_mode():
             for request in self._scheduler.admit():
                 self._prefill(request)
@@ -115,11 +117,13 @@ class Engine:
             except BaseException:
                 # Interrupted half-way (Ctrl-C, memory), cache and texts may be out of step.
                 for request in running:
-                    self.abort(request)
+                    if request.finish_reason is None:
+                        request.abort()
                 raise
-        for request in running:
-            if request.finish_reason is not None:
-                self._remove(request)
+            finally:
+                for request in running:
+                    if request.finish_reason is not None:
+                        self._remove(request)
         return running, record
 
     def abort(self, request: Request) -> None:

@@ -12,8 +12,7 @@
         │   ├── UnsafeFileError             a pickle or code where only data is read
         │   └── UnsupportedModelError       a sound checkpoint of an architecture we do not have
         ├── DownloadError                   a pull that did not finish or did not match its hash
-        ├── CapacityError                   the memory plan or the context does not fit
-        └── NumericsError                   the target made a NaN: the request ends, others go on
+        └── CapacityError                   the memory plan does not fit
 
 User mistakes raise one of these and say the value, what is allowed and what to do.
 Broken invariants of our own are plain ``assert``.
@@ -26,7 +25,6 @@ __all__ = [
     "CheckpointError",
     "DownloadError",
     "FailureError",
-    "NumericsError",
     "OutriderError",
     "ParameterError",
     "PromptError",
@@ -82,8 +80,4 @@ class DownloadError(FailureError):
 
 
 class CapacityError(FailureError):
-    """What was asked for does not fit in memory or in the model's context."""
-
-
-class NumericsError(FailureError):
-    """The target's logits were not finite; that request ends, its neighbours go on."""
+    """What was asked for does not fit in memory."""

@@ -94,10 +94,6 @@ class KVCache:
         """Tokens of this request whose keys and values are final."""
         return self._committed[row]
 
-    def room(self, row: int) -> int:
-        """Slots behind the committed prefix."""
-        return self.num_slots - self._committed[row]
-
     def begin(self, rows: Sequence[int], counts: Sequence[int]) -> StepSlots:
         """Plan a pass that writes ``counts[b]`` tokens behind request ``rows[b]``'s prefix."""
         starts = tuple(self._committed[row] for row in rows)

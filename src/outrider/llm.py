@@ -20,19 +20,18 @@ from outrider.engine import Engine
 from outrider.errors import ParameterError
 from outrider.models.architecture import DecoderConfig
 from outrider.models.decoder import Decoder
-from outrider.models.exactness import (
+from outrider.models.exactness import is_exact, row_policies
+from outrider.models.linear import has_packed_kernels
+from outrider.models.loading import LoadedCheckpoint, Tokenizer, load
+from outrider.models.loading.cache import cache_root
+from outrider.models.loading.hub import DEFAULT_MODEL, resolve
+from outrider.models.machine import (
     Fingerprint,
     ResultCache,
-    default_cache_folder,
-    is_exact,
     machine_key,
     preferred_dtype,
     processor_name,
-    row_policies,
 )
-from outrider.models.linear import has_packed_kernels
-from outrider.models.loading import LoadedCheckpoint, Tokenizer, load
-from outrider.models.loading.hub import DEFAULT_MODEL, resolve
 from outrider.models.memory import MemoryPlan, plan_memory
 from outrider.scheduler import Request
 from outrider.types import Completion, TextChunk, Usage
@@ -86,7 +85,9 @@ class LLM:
             torch.set_num_threads(engine.threads)
         path = resolve(model, pull=True, on_progress=on_progress)
         checkpoint = load(path, on_progress=on_progress)
-        self._loaded, self.memory_plan = _load_model(checkpoint, speculation, engine, on_progress)
+        self.memory_plan = _plan(checkpoint.config, speculation, engine)
+        self.memory_plan.check()
+        self._loaded = _load_model(checkpoint, engine, on_progress)
         self.speculation = speculation
         self._engine = _new_engine(self._loaded, speculation)
 
@@ -111,10 +112,17 @@ class LLM:
         return self._loaded.max_model_len
 
     def with_speculation(self, speculation: SpeculationConfig) -> LLM:
-        """The same loaded weights with other speculation; both stay usable side by side."""
+        """The same loaded weights with other speculation; both stay usable side by side.
+
+        The new object has a cache of its own.
+
+        Raises:
+            CapacityError: a second cache does not fit.
+        """
         other = object.__new__(LLM)
         other._loaded = self._loaded
-        other.memory_plan = self.memory_plan
+        other.memory_plan = _plan(self.config, speculation, self._loaded.engine)
+        other.memory_plan.without_weights().check()
         other.speculation = speculation
         other._engine = _new_engine(self._loaded, speculation)
         return other
@@ -147,11 +155,12 @@ class LLM:
         try:
             for request in requests:
                 self._engine.submit(request)
-            index_of = {request.request_id: index for index, request in enumerate(requests)}
             while len(completions) < len(requests):
-                for request in self._engine.step()[0]:
-                    index = index_of.get(request.request_id)
-                    if index is None:  # somebody else's stream on the same engine
+                self._engine.step()
+                for index, request in enumerate(requests):
+                    # Asked of each, not of step(): a stream may have advanced it, even to its end.
+                    is_new = request.num_output > taken[index] or request.finish_reason is not None
+                    if index in completions or not is_new:
                         continue
                     chunk = self._take(request, taken[index])
                     taken[index] += len(chunk.token_ids)
@@ -227,26 +236,27 @@ class LLM:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
 
-def _load_model(
-    checkpoint: LoadedCheckpoint,
-    speculation: SpeculationConfig,
-    engine: EngineConfig,
-    on_progress: ProgressCallback | None,
-) -> tuple[_LoadedModel, MemoryPlan]:
-    """Plan, probe, load, test and time, in this order: what cannot fit is refused first."""
-    config = checkpoint.config
-    dtype = resolve_dtype(engine.dtype)
-    max_model_len = resolve_max_model_len(config, engine)
-    plan = plan_memory(
+def _plan(
+    config: DecoderConfig, speculation: SpeculationConfig, engine: EngineConfig
+) -> MemoryPlan:
+    return plan_memory(
         config,
-        dtype=dtype,
+        dtype=resolve_dtype(engine.dtype),
         max_batch_size=engine.max_batch_size,
-        max_model_len=max_model_len,
+        max_model_len=resolve_max_model_len(config, engine),
         max_draft_tokens=speculation.num_draft_tokens,
         prefill_chunk=engine.prefill_chunk,
     )
-    plan.check()
-    results = None if engine.self_test == "always" else ResultCache(default_cache_folder())
+
+
+def _load_model(
+    checkpoint: LoadedCheckpoint, engine: EngineConfig, on_progress: ProgressCallback | None
+) -> _LoadedModel:
+    """Probe, load, test and time, in this order."""
+    config = checkpoint.config
+    dtype = resolve_dtype(engine.dtype)
+    max_model_len = resolve_max_model_len(config, engine)
+    results = ResultCache(cache_root(), is_trusted=engine.self_test != "always")
     policies = row_policies(config, dtype, results, on_progress)
 
     def on_layer(fraction: float) -> None:
@@ -254,6 +264,7 @@ def _load_model(
             on_progress("loading weights", fraction)
 
     target = Decoder(config, checkpoint.weights, dtype=dtype, policies=policies, on_layer=on_layer)
+    checkpoint.weights.close()
     weights_hash = checkpoint.weights_hash
     exact = None
     if engine.self_test != "off":
@@ -265,29 +276,27 @@ def _load_model(
         threads=torch.get_num_threads(),
         processor=processor_name(),
         torch_version=torch.__version__,
-        kernels="oneDNN packed" if has_packed_kernels() else "stock",
+        kernels="oneDNN packed" if has_packed_kernels(dtype) else "stock",
         is_exact=exact,
     )
     costs = _cost_table(target, weights_hash, max_model_len, results, on_progress)
-    loaded = _LoadedModel(target, checkpoint.tokenizer, fingerprint, costs, engine, max_model_len)
-    return loaded, plan
+    return _LoadedModel(target, checkpoint.tokenizer, fingerprint, costs, engine, max_model_len)
 
 
 def _cost_table(
     target: Decoder,
     weights_hash: str,
     max_model_len: int,
-    results: ResultCache | None,
+    results: ResultCache,
     on_progress: ProgressCallback | None,
 ) -> CostTable:
     """The target's cost table, measured once per machine and model."""
     key = f"costs {weights_hash} {machine_key(target.dtype)} {max_model_len}"
-    known = results.get(key) if results else None
+    known = results.get(key, CostTable.from_json)
     if known is not None:
-        return CostTable.from_json(known)
+        return known
     costs = measure_costs(target, max_model_len, on_progress)
-    if results is not None:
-        results.put(key, asdict(costs))
+    results.put(key, asdict(costs))
     return costs
 
 

@@ -148,19 +148,21 @@ class Scheduler:
         admitted = []
         while self._waiting and self._cache.num_free_rows:
             request = self._waiting.popleft()
+            self._running.append(request)
             request.admit(self._cache.allocate())
             admitted.append(request)
-        self._running = sorted([*self._running, *admitted], key=_row)
+        self._running.sort(key=_row)
         return admitted
 
     def remove(self, request: Request) -> None:
         """Take a request that ended out of the queue or off its row, wherever it was."""
+        for requests in (self._waiting, self._running):
+            with suppress(ValueError):  # it is not in this one, or was never queued
+                requests.remove(request)
         if request.cache_row is None:
-            with suppress(ValueError):  # it was never queued
-                self._waiting.remove(request)
             return
-        self._running.remove(request)
-        self._cache.free(request.cache_row, scrub=request.finish_reason is FinishReason.ERROR)
+        ended_well = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        self._cache.free(request.cache_row, scrub=not ended_well)
         request.cache_row = None
 
 

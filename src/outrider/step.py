@@ -34,7 +34,9 @@ def speculative_step(
     """Advance every request by at least one token; ended ones carry their ``finish_reason``."""
     started = time.perf_counter()
     trees = propose(requests, drafter)
-    trees = budget.prune(trees, [cache.committed(_row(request)) for request in requests])
+    committed = [cache.committed(_row(request)) for request in requests]
+    num_silent = sum(len(r.token_ids) - 1 - n for r, n in zip(requests, committed, strict=True))
+    trees = budget.prune(trees, committed, num_silent)
     drafted = time.perf_counter()
 
     segments = [_segment(*pair, cache) for pair in zip(requests, trees, strict=True)]

@@ -1,6 +1,6 @@
 """Bitwise equality of the target's logits, and proof that the test could see a difference.
 
-Contract (design section 5): whatever way a token is decoded - alone, in a chain or a tree, behind
+Contract (docs/exactness.md): whatever way a token is decoded - alone, in a chain or a tree, behind
 a prefix prefilled in other chunks, in a batch - its logits are ``torch.equal``. Each check returns
 at the first differing bit.
 """
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from outrider.models import exactness
-from outrider.models.decoder import Decoder
+from outrider.models.decoder import Decoder, swiglu
 from outrider.models.exactness import (
     CHECKS,
     NUM_STEPS,
@@ -24,7 +24,7 @@ from outrider.models.exactness import (
     random_tokens,
     reference_logits,
 )
-from outrider.models.linear import ExactLinear, RowPolicy, probe_rows
+from outrider.models.linear import MAX_ROWS, MIN_ROWS, ExactLinear, RowPolicy, probe_rows
 from tests.models import compute_threads, random_decoder
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -158,13 +158,46 @@ def test_a_commit_that_moves_the_wrong_node_is_caught(monkeypatch) -> None:
     assert not exactness.check_trees(decoder, tokens, expected_RV)
 
 
-def test_blocks_cover_all_rows_within_the_range() -> None:
-    policy = RowPolicy(min_rows=4, max_rows=32)
-    for num_rows in range(4, 300):
+@pytest.mark.parametrize("max_rows", MAX_ROWS)
+@pytest.mark.parametrize("min_rows", MIN_ROWS)
+def test_blocks_cover_all_rows_within_the_range(min_rows: int, max_rows: int) -> None:
+    if max_rows < 2 * min_rows - 1:
+        with pytest.raises(AssertionError):
+            RowPolicy(min_rows, max_rows)
+        return
+    policy = RowPolicy(min_rows, max_rows)
+    for num_rows in range(min_rows, 400):
         blocks = policy.blocks(num_rows)
 
-        assert sum(blocks) == num_rows
-        assert all(4 <= block <= 32 for block in blocks)
+        assert num_rows == sum(blocks)
+        assert all(min_rows <= block <= max_rows for block in blocks)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("width", [1536, 8192, 14336])
+def test_swiglu_rows_are_bit_identical_at_any_row_and_thread_count(
+    width: int, threads: int
+) -> None:
+    """A stock silu splits a large tensor between threads in mid-row, where exp has a tail."""
+    generator = torch.Generator().manual_seed(width)
+    gate_up_RM = torch.randn(96, 2 * width, generator=generator)
+    with compute_threads(threads):
+        expected = torch.cat([swiglu(row) for row in gate_up_RM.split(1)])
+        row_counts = [
+            n for n in range(1, 97) if not torch.equal(swiglu(gate_up_RM[:n]), expected[:n])
+        ]
+
+    assert [] == row_counts
+
+
+def test_a_stock_silu_is_caught() -> None:
+    """Inverse test: where three threads share 55 rows, some elements take the other routine."""
+    gate = torch.randn(96, 8192, generator=torch.Generator().manual_seed(0))
+    with compute_threads(3):
+        expected = torch.cat([F.silu(row) for row in gate.split(1)])
+        differing = [n for n in range(1, 97) if not torch.equal(F.silu(gate[:n]), expected[:n])]
+
+    assert differing
 
 
 @pytest.fixture(scope="module")

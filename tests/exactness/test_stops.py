@@ -1,6 +1,6 @@
 """Stop events inside accepted runs: the same text, ids, usage and reason with speculation on.
 
-Contract (design section 10): the earliest stop event wins, and text, ids, usage and finish reason
+Contract (docs/exactness.md): the earliest stop event wins, and text, ids, usage and finish reason
 are trimmed together, wherever the event falls in a step.
 """
 

@@ -13,8 +13,9 @@ from outrider.config import EngineConfig
 from outrider.errors import ParameterError
 from outrider.models.architecture import RopeConfig
 from outrider.models.decoder import linear_shapes
-from outrider.models.exactness import ResultCache, default_cache_folder, machine_key
 from outrider.models.loading import load
+from outrider.models.loading.cache import cache_root
+from outrider.models.machine import ResultCache, machine_key
 from tests.tiny import write_hf_checkpoint
 
 FLOAT32 = EngineConfig(dtype="float32")
@@ -80,7 +81,7 @@ def remember(folder, *, rows_exact: bool, model_exact: bool | None) -> None:
     from outrider.models.linear import RowPolicy
 
     checkpoint = load(folder)
-    cache = ResultCache(default_cache_folder())
+    cache = ResultCache(cache_root())
     policies = {}
     for shape in linear_shapes(checkpoint.config):
         policies[shape] = RowPolicy(1, 16, rows_exact)

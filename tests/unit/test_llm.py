@@ -10,6 +10,7 @@ import pytest
 import outrider
 from outrider import LLM, EngineConfig, FinishReason, Method, SamplingParams, SpeculationConfig
 from outrider.errors import CapacityError, ParameterError, PromptError, UnknownModelError
+from tests.models import compute_threads
 from tests.tiny import write_gguf_checkpoint, write_hf_checkpoint
 
 WARM = SamplingParams(temperature=0.9, seed=5, max_tokens=30)
@@ -96,6 +97,27 @@ def test_an_exception_in_the_callback_aborts_everything(llm: LLM) -> None:
         llm.generate(["one", "two", "three", "four"], WARM, on_chunk=fail)
     assert not llm._engine.has_work
     assert FinishReason.ERROR != llm.generate("one", WARM)[0].finish_reason
+
+
+def test_a_callback_may_use_the_same_object(llm: LLM) -> None:
+    """What a nested call advances, even to its end, still reaches the outer call."""
+    expected = [c.token_ids for c in llm.generate(["The bridge", "A river"], WARM)]
+    inner = []
+
+    def nested(index: int, chunk: outrider.TextChunk) -> None:
+        if not inner:
+            inner.append(llm.generate("The ford", WARM)[0])
+
+    assert expected == [
+        c.token_ids for c in llm.generate(["The bridge", "A river"], WARM, on_chunk=nested)
+    ]
+    assert inner[0].token_ids == llm.generate("The ford", WARM)[0].token_ids
+
+
+def test_another_thread_count_in_between_changes_nothing(llm: LLM) -> None:
+    expected = llm.generate("The bridge", WARM)[0].token_ids
+    with compute_threads(3):
+        assert expected == llm.generate("The bridge", WARM)[0].token_ids
 
 
 def test_chat_uses_the_template(llm: LLM) -> None:

@@ -328,7 +328,7 @@ def _conditions(
     return {
         "fingerprint": llm.fingerprint.to_json(),
         "conditions": llm.fingerprint.text,
-        "speculation": {name: value for name, value in speculation.items() if name != "head"},
+        "speculation": speculation,
         "num_prompts": len({pair.prompt_id for pair in pairs}),
         "num_prompts_available": len(prompts),
         "num_categories": len({pair.category for pair in pairs}),

@@ -18,14 +18,11 @@ from outrider.commands.console import format_bytes, table
 from outrider.config import EngineConfig, SpeculationConfig
 from outrider.llm import resolve_dtype, resolve_max_model_len
 from outrider.models.architecture import DecoderConfig, RopeConfig
-from outrider.models.exactness import (
-    ResultCache,
-    default_cache_folder,
-    processor_name,
-    remembered_exactness,
-)
+from outrider.models.exactness import remembered_exactness
 from outrider.models.loading import LoadedCheckpoint, load
+from outrider.models.loading.cache import cache_root
 from outrider.models.loading.hub import resolve
+from outrider.models.machine import ResultCache, processor_name
 from outrider.models.memory import MemoryPlan, plan_memory
 
 EXACTNESS = {
@@ -194,7 +191,7 @@ def inspect(model: str, engine: EngineConfig) -> Inspection:
         max_model_len=max_model_len,
         plan=plan,
         is_exact=remembered_exactness(
-            checkpoint.config, dtype, checkpoint.weights_hash, ResultCache(default_cache_folder())
+            checkpoint.config, dtype, checkpoint.weights_hash, ResultCache(cache_root())
         ),
     )
 

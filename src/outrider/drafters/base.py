@@ -47,8 +47,6 @@ class DraftRequest(Protocol):
 class Drafter(Protocol):
     """Proposes trees; keeps whatever state it needs per ``request_id``."""
 
-    name: str
-
     def prefill(self, request: DraftRequest, hidden_TD: Tensor | None) -> None:
         """Take in a new request's prompt; ``hidden_TD`` are captured states where asked for."""
         ...

@@ -82,8 +82,6 @@ class NgramDrafter:
         max_occurrences: of a context's occurrences, the most recent so many are counted.
     """
 
-    name = "ngram"
-
     def __init__(
         self,
         config: SpeculationConfig,

@@ -106,11 +106,6 @@ class DecoderConfig:
         if self.head_dim % 2:
             raise UnsupportedModelError(f"head_dim {self.head_dim} is odd; RoPE needs pairs")
 
-    @property
-    def group_size(self) -> int:
-        """Query heads per key/value head."""
-        return self.num_heads // self.num_kv_heads
-
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every weight that must be present, with its shape."""
         hidden, mlp = self.hidden_size, self.mlp_size

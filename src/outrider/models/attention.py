@@ -27,6 +27,7 @@ from outrider.models.architecture import RopeConfig
 # logits differ from transformers' float32 by at most 1.6e-4 with 20 bits, 3.1e-4 with 18, 1.2e-4
 # with 24.
 SHORTENED_BITS = 20
+TABLE_BLOCK = 1024  # positions by which the rotary table grows
 _SPLITTER = float(2 ** (53 - SHORTENED_BITS) + 1)
 
 
@@ -98,20 +99,30 @@ def visibility_bias(
 
 
 class Rotary:
-    """Rotary positions of one model: ``rotation_R1C(position_R)`` as complex numbers.
+    """Rotary positions of one model: ``rotation(position_R)`` as complex numbers.
 
     Frequencies follow Hugging Face's definitions (``modeling_rope_utils``): float32 inverse
-    frequencies and float32 angles, as the models were trained; cosine and sine in float64.
+    frequencies and float32 angles, as the models were trained; cosine and sine in float64. They
+    come from a table that grows by whole blocks, so a position's value never depends on which
+    others are asked for.
     """
 
     def __init__(self, config: RopeConfig, head_dim: int) -> None:
         self._inverse_frequency = inverse_frequencies(config, head_dim)
         self._scale = attention_scale(config)
+        self._table_PC = self._block(0)
 
     def rotation(self, position_R: Tensor) -> Tensor:
         """Complex128 ``[R, 1, K / 2]``, to be multiplied with interleaved pairs."""
-        angle = torch.outer(position_R.float(), self._inverse_frequency).double()
-        return torch.polar(torch.full_like(angle, self._scale), angle).unsqueeze(1)
+        last = int(position_R.max())
+        while last >= len(self._table_PC):
+            self._table_PC = torch.cat([self._table_PC, self._block(len(self._table_PC))])
+        return self._table_PC[position_R].unsqueeze(1)
+
+    def _block(self, start: int) -> Tensor:
+        position_P = torch.arange(start, start + TABLE_BLOCK).float()
+        angle_PC = torch.outer(position_P, self._inverse_frequency).double()
+        return torch.polar(torch.full_like(angle_PC, self._scale), angle_PC)
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:

@@ -27,9 +27,11 @@ from outrider.models.attention import Rotary, attention, shorten, visibility_bia
 from outrider.models.linear import ExactLinear, RowPolicy
 from outrider.models.norm import RMSNorm
 
-# torch computes exp with another routine in the last, partial vector of a tensor; widths that
-# are a multiple of this many elements have no such tail, whatever the number of rows.
+# torch computes exp with another routine in the last, partial vector of what one thread gets.
+# Widths that are a multiple of VECTOR_WIDTH have no such tail in a tensor, and blocks of at most
+# SERIAL_ELEMENTS are not split between threads (at::internal::GRAIN_SIZE), so none inside either.
 VECTOR_WIDTH = 64
+SERIAL_ELEMENTS = 32768
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +116,13 @@ class Decoder:
         self.dtype = dtype
         self.policies = dict(policies)
         self._rotary = Rotary(config.rope, config.head_dim)
-        self._embedding = weights["embed.weight"].to(dtype).contiguous()
+        self._names = frozenset(config.weight_shapes())
+        # Copies: a lazy mapping's tensors may be views of the file, which may change or go away.
+        self._embedding = weights["embed.weight"].to(dtype, copy=True).contiguous()
         self._norm = RMSNorm(weights["norm.weight"].to(dtype), config.norm_eps)
-        head = self._embedding if config.tied_embeddings else weights["lm_head.weight"].to(dtype)
+        head = self._embedding
+        if not config.tied_embeddings:
+            head = weights["lm_head.weight"].to(dtype, copy=True)
         self._head = self._linear(head, None, adds=False)
         self._layers: list[_Layer] = []
         for index in range(config.num_layers):
@@ -258,9 +264,7 @@ class Decoder:
         return out_BHTK.transpose(1, 2)[plan.request_R, plan.place_R]
 
     def _mlp(self, layer: _Layer, x_RD: Tensor) -> Tensor:
-        gate_up = layer.gate_up(layer.mlp_norm(x_RD))
-        gate, up = gate_up.chunk(2, dim=-1)
-        return layer.down(F.silu(gate).mul_(up), x_RD)
+        return layer.down(swiglu(layer.gate_up(layer.mlp_norm(x_RD))), x_RD)
 
     def _norm_heads(self, heads_RHK: Tensor, q_norm_K: Tensor, k_norm_K: Tensor) -> Tensor:
         """Per-head RMSNorm of queries and keys in float64 (Qwen3), before rotation."""
@@ -276,10 +280,10 @@ class Decoder:
 
         def get(name: str) -> Tensor | None:
             key = f"layers.{index}.{name}"
-            return weights[key].to(self.dtype) if key in self._names else None
+            return weights[key].to(self.dtype, copy=True) if key in self._names else None
 
         def need(name: str) -> Tensor:
-            return weights[f"layers.{index}.{name}"].to(self.dtype)
+            return weights[f"layers.{index}.{name}"].to(self.dtype, copy=True)
 
         qkv_weight = torch.cat(
             [_interleave(need(f"{name}.weight"), config.head_dim) for name in "qk"]
@@ -315,13 +319,22 @@ class Decoder:
             is_sliding=index in config.sliding_layers,
         )
 
-    @property
-    def _names(self) -> set[str]:
-        return set(self.config.weight_shapes())
-
     def _linear(self, weight: Tensor, bias: Tensor | None, *, adds: bool) -> ExactLinear:
         out_size, in_size = weight.shape
         return ExactLinear(weight, bias, self.policies[out_size, in_size, adds])
+
+
+def swiglu(gate_up_RM: Tensor) -> Tensor:
+    """``silu(gate) * up`` of rows that hold gate and up side by side (Shazeer 2020).
+
+    In blocks of rows that one thread computes whole; see ``SERIAL_ELEMENTS``.
+    """
+    gate, up = gate_up_RM.chunk(2, dim=-1)
+    rows = max(1, SERIAL_ELEMENTS // gate.shape[1])
+    if gate.shape[0] <= rows:
+        return F.silu(gate).mul_(up)
+    blocks = zip(gate.split(rows), up.split(rows), strict=True)
+    return torch.cat([F.silu(gate).mul_(up) for gate, up in blocks])
 
 
 def linear_shapes(config: DecoderConfig) -> list[tuple[int, int, bool]]:

@@ -1,8 +1,8 @@
 """The start-up self-test: does this machine give bit-identical logits for every way of decoding?
 
-Owns the row ranges of the model's linears, the whole-model test, and the fingerprint under which
-both are remembered in the user cache. The engine runs it once per machine, model shape, precision
-and thread count; a level is never assumed:
+Owns the row ranges of the model's linears and the whole-model test; both are remembered in the user
+cache by :mod:`~outrider.models.machine`. The engine runs it once per machine, model, precision and
+thread count; a level is never assumed:
 
 ====  ===================================================================================
 L2    identical token ids with speculation on, off, or another drafter, greedy and sampled
@@ -13,115 +13,20 @@ L3    the self-test found differing bits: every text difference is then a numeri
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import platform
 import random
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.models.architecture import DecoderConfig
 from outrider.models.decoder import Decoder, Segment, linear_shapes
-from outrider.models.linear import RowPolicy, has_packed_kernels, probe_rows
-
-# Raised whenever kernels or the order of operations change, so that old results are not believed.
-NUMERICS_VERSION = 2
+from outrider.models.linear import RowPolicy, probe_rows
+from outrider.models.machine import ResultCache, machine_key
 
 ProgressCallback = Callable[[str, float | None], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """What a text depends on besides prompt, parameters and seed.
-
-    ``is_exact`` is None when the self-test was skipped.
-    """
-
-    model: str
-    weights_hash: str
-    dtype: str
-    threads: int
-    processor: str
-    torch_version: str
-    kernels: str
-    is_exact: bool | None
-
-    @property
-    def level(self) -> str:
-        """The exactness level in one word."""
-        return {True: "L2", False: "L3", None: "untested"}[self.is_exact]
-
-    @property
-    def text(self) -> str:
-        """One line for people."""
-        return (
-            f"{self.model} {self.weights_hash[:12]} · {self.dtype} · {self.threads} threads · "
-            f"{self.processor} · torch {self.torch_version} {self.kernels} · exactness {self.level}"
-        )
-
-    def to_json(self) -> dict[str, object]:
-        """All fields and the level."""
-        return {**asdict(self), "level": self.level}
-
-
-def processor_name() -> str:
-    """The processor's marketing name where the system tells it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return " ".join(line.split(":", 1)[1].split())
-    return platform.processor() or platform.machine()
-
-
-def machine_key(dtype: torch.dtype) -> str:
-    """Names everything that chooses kernels, apart from the shapes."""
-    parts = [
-        processor_name(),
-        torch.backends.cpu.get_cpu_capability(),
-        torch.__version__,
-        f"mkldnn={has_packed_kernels()}",
-        str(dtype),
-        f"threads={torch.get_num_threads()}",
-        f"numerics={NUMERICS_VERSION}",
-    ]
-    return " ".join(parts)
-
-
-class ResultCache:
-    """A small JSON file per key in the user cache; an unreadable one counts as absent."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder / "self-test"
-
-    def get(self, key: str) -> dict[str, object] | None:
-        """The remembered result, or None."""
-        try:
-            found = json.loads(self._path(key).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return found if isinstance(found, dict) and found.get("key") == key else None
-
-    def put(self, key: str, result: dict[str, object]) -> None:
-        """Remember a result; a cache that cannot be written costs a repeat, not the run."""
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self._folder, suffix=".tmp", delete=False, encoding="utf-8"
-            ) as file:
-                json.dump({"key": key, **result}, file)
-            Path(file.name).replace(self._path(key))
-        except OSError:
-            return
-
-    def _path(self, key: str) -> Path:
-        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
 def row_policies(
@@ -135,9 +40,9 @@ def row_policies(
     shapes = linear_shapes(config)
     for done, shape in enumerate(shapes):
         key = f"rows {shape} {machine_key(dtype)}"
-        known = cache.get(key) if cache else None
+        known = cache.get(key, _policy) if cache else None
         if known is not None:
-            policies[shape] = _policy(known)
+            policies[shape] = known
             continue
         if on_progress is not None:
             on_progress("self-test: matrix kernels", done / len(shapes))
@@ -148,10 +53,12 @@ def row_policies(
     return policies
 
 
-def _policy(known: dict[str, object]) -> RowPolicy:
-    return RowPolicy(
-        int(str(known["min_rows"])), int(str(known["max_rows"])), bool(known["is_exact"])
-    )
+def _policy(known: dict[str, Any]) -> RowPolicy:
+    return RowPolicy(int(known["min_rows"]), int(known["max_rows"]), bool(known["is_exact"]))
+
+
+def _result(known: dict[str, Any]) -> bool:
+    return bool(known["is_exact"])
 
 
 def self_test(decoder: Decoder, on_progress: ProgressCallback | None = None) -> bool:
@@ -159,7 +66,8 @@ def self_test(decoder: Decoder, on_progress: ProgressCallback | None = None) -> 
 
     Random tokens; 40 positions decoded one by one are the reference. Then: prefill in chunks, the
     whole as chains of several lengths, as trees with the true path scattered among random
-    siblings and committed, and as one of several requests in a batch. Takes a few seconds.
+    siblings and committed, as one of several requests in a batch, and behind a prompt prefilled in
+    passes wider than any block. Takes a few seconds.
     """
     return all(
         passed
@@ -301,7 +209,22 @@ def check_batches(decoder: Decoder, tokens: list[int], expected_RV: Tensor) -> b
     return True
 
 
-CHECKS = (check_chains, check_trees, check_batches)
+def check_wide_passes(decoder: Decoder, tokens: list[int], expected_RV: Tensor) -> bool:
+    """A prompt in one pass wider than any block of the linears, and the same in small chunks."""
+    prompt = random_tokens(decoder.config.vocab_size, 300, seed=5)
+    for chunk in (300, 130, 16):
+        cache = decoder.new_cache(max_batch_size=1, num_slots=len(prompt) + len(tokens))
+        row = cache.allocate()
+        prefill(decoder, cache, row, prompt, chunk)
+        logits_RV = decoder.forward([chain_segment(row, tokens[:1])], cache).logits_RV
+        if chunk == 300:
+            expected_RV = logits_RV
+        elif not torch.equal(logits_RV, expected_RV):
+            return False
+    return True
+
+
+CHECKS = (check_chains, check_trees, check_batches, check_wide_passes)
 
 
 def is_exact(
@@ -314,9 +237,9 @@ def is_exact(
     if not all(policy.is_exact for policy in decoder.policies.values()):
         return False
     key = _exact_key(weights_hash, decoder.dtype, decoder.policies)
-    known = cache.get(key) if cache else None
+    known = cache.get(key, _result) if cache else None
     if known is not None:
-        return bool(known["is_exact"])
+        return known
     result = self_test(decoder, on_progress)
     if cache is not None:
         cache.put(key, {"is_exact": result})
@@ -336,27 +259,10 @@ def remembered_exactness(
     """What an earlier self-test of this model on this machine found; None when there was none."""
     policies: dict[tuple[int, int, bool], RowPolicy] = {}
     for shape in linear_shapes(config):
-        known = cache.get(f"rows {shape} {machine_key(dtype)}")
+        known = cache.get(f"rows {shape} {machine_key(dtype)}", _policy)
         if known is None:
             return None
-        policies[shape] = _policy(known)
+        policies[shape] = known
     if not all(policy.is_exact for policy in policies.values()):
         return False
-    known = cache.get(_exact_key(weights_hash, dtype, policies))
-    return None if known is None else bool(known["is_exact"])
-
-
-def preferred_dtype() -> torch.dtype:
-    """bfloat16 where the processor multiplies it natively (AMX, AVX512-BF16), else float32."""
-    has_native = (
-        getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
-        or getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-    )
-    return torch.bfloat16 if has_native and has_packed_kernels() else torch.float32
-
-
-def default_cache_folder() -> Path:
-    """Where self-test results are kept: the user cache."""
-    from platformdirs import user_cache_dir
-
-    return Path(os.environ.get("OUTRIDER_CACHE") or user_cache_dir("outrider"))
+    return cache.get(_exact_key(weights_hash, dtype, policies), _result)

@@ -1,7 +1,7 @@
 """Matrix products whose rows do not depend on how many rows are computed together.
 
 Owns the weights' packed form and the row counts at which the processor's kernels give bit-identical
-rows (design: "exact by construction"). A stock ``linear`` picks another kernel for one row than for
+rows. A stock ``linear`` picks another kernel for one row than for
 many, so a draft verified in one pass could differ in the last bit from the same token decoded
 alone, and a near tie would flip. Here every product runs in blocks of ``min_rows .. max_rows``
 rows, a range inside which :func:`probe_rows` found all rows equal, whatever their number and place.
@@ -12,6 +12,7 @@ Used by :mod:`outrider.models.decoder`; knows nothing of layers, caches or reque
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +28,17 @@ MAX_ROWS = (128, 64, 32, 16)
 class RowPolicy:
     """The range of row counts inside which a linear's rows are bit-identical.
 
-    ``is_exact`` is False where no range was found; the engine then reports level L3.
+    ``max_rows`` is at least ``2 * min_rows - 1``, so that any number of rows from ``min_rows`` up
+    can be cut into blocks inside the range. ``is_exact`` is False where no range was found; the
+    engine then reports level L3.
     """
 
     min_rows: int
     max_rows: int
     is_exact: bool = True
+
+    def __post_init__(self) -> None:
+        assert self.max_rows >= 2 * self.min_rows - 1
 
     def blocks(self, num_rows: int) -> list[int]:
         """Block sizes, each at most ``max_rows``, as equal as possible, that cover the rows."""
@@ -41,9 +47,18 @@ class RowPolicy:
         return [size + (block < rest) for block in range(num_blocks)]
 
 
-def has_packed_kernels() -> bool:
-    """Whether torch was built with oneDNN's prepacked linear."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+@cache
+def has_packed_kernels(dtype: torch.dtype) -> bool:
+    """Whether oneDNN's prepacked linear is there and works for this type on this processor."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    try:
+        weight = torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 16, dtype=dtype), 16)
+        x = torch.zeros(4, 16, dtype=dtype)
+        torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    except (AttributeError, RuntimeError):  # built without it, or a type the processor lacks
+        return False
+    return True
 
 
 class ExactLinear:
@@ -60,7 +75,7 @@ class ExactLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None, policy: RowPolicy | None) -> None:
         self.policy = policy
         self._bias = bias
-        self._is_packed = has_packed_kernels()
+        self._is_packed = has_packed_kernels(weight.dtype)
         self._weight = (
             torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), MIN_ROWS[-1])
             if self._is_packed
@@ -117,13 +132,13 @@ def probe_rows(out_size: int, in_size: int, dtype: torch.dtype, *, adds: bool) -
                 product(last), expected[last]
             )
 
-        if not all(rows_agree(n) for n in range(min_rows, MAX_ROWS[-1] + 1)):
-            continue
-        max_rows = MAX_ROWS[-1]
-        for candidate in reversed(MAX_ROWS[:-1]):
+        max_rows = min_rows - 1
+        for candidate in reversed(MAX_ROWS):
             stride = 1 if candidate <= 64 else 5
-            if not all(rows_agree(n) for n in range(max_rows + 1, candidate + 1, stride)):
+            row_counts = [*range(max_rows + 1, candidate, stride), candidate]
+            if not all(rows_agree(num_rows) for num_rows in row_counts):
                 break
             max_rows = candidate
-        return RowPolicy(min_rows, max_rows)
-    return RowPolicy(MIN_ROWS[-1], MAX_ROWS[-1], is_exact=False)
+        if max_rows >= 2 * min_rows - 1:
+            return RowPolicy(min_rows, max_rows)
+    return RowPolicy(MIN_ROWS[0], MAX_ROWS[0], is_exact=False)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from outrider.config import FIRST_STEP_TOKENS
 from outrider.errors import CapacityError
 from outrider.kv_cache import KVCache
 from outrider.models.architecture import DecoderConfig
@@ -42,6 +43,12 @@ class MemoryPlan:
     def rows(self) -> list[tuple[str, str, int]]:
         """(what, detail, bytes) for a table."""
         return [(item.what, item.detail, item.size_bytes) for item in self.items]
+
+    def without_weights(self) -> MemoryPlan:
+        """What a second engine on the same weights takes."""
+        shared = ("layers", "embedding", "output head")
+        own = tuple(item for item in self.items if item.what not in shared)
+        return MemoryPlan(own, self.available_bytes)
 
     def check(self) -> None:
         """Refuse a plan that does not fit.
@@ -83,9 +90,11 @@ def plan_memory(
         num_slots=num_slots,
         dtype=dtype,
     )
-    rows = max(max_batch_size * (1 + max_draft_tokens), min(prefill_chunk, max_model_len))
+    step_rows = max_batch_size * (FIRST_STEP_TOKENS + 1 + max_draft_tokens)
+    rows = max(step_rows, min(prefill_chunk, max_model_len))
     logits_bytes = max_batch_size * (1 + max_draft_tokens) * config.vocab_size * 8
-    attention_bytes = rows * num_slots * 8 + 2 * max_batch_size * num_slots * (
+    num_masks = 2 if config.sliding_layers else 1
+    attention_bytes = num_masks * rows * num_slots * 8 + 2 * max_batch_size * num_slots * (
         config.num_kv_heads * config.head_dim * 8
     )
     activation_bytes = rows * (4 * config.mlp_size + 8 * config.hidden_size) * 4
