@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
+from transformers_peer import load_transformers
 
 from outrider.bench.prompts import load_prompts
 from outrider.models.attention import attention, reference_attention
@@ -168,50 +169,11 @@ def test_attention_equals_its_plain_twin() -> None:
 def test_embedded_logits_equal_transformers_at_every_position() -> None:
     """20 bundled prompts; transformers gets the very same dequantised weights."""
     checkpoint = load(resolve(DEFAULT_MODEL))
-    config = checkpoint.config
     decoder = open_decoder(resolve(DEFAULT_MODEL))
-    oracle = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.mlp_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            rms_norm_eps=config.norm_eps,
-            max_position_embeddings=config.max_position,
-            rope_theta=config.rope.theta,
-            tie_word_embeddings=True,
-        )
-    ).eval()
-    oracle.load_state_dict(_under_transformers_names(checkpoint.weights), strict=False)
+    oracle = load_transformers(resolve(DEFAULT_MODEL), "float32")
     for prompt in load_prompts()[::3][:20]:
         tokens = checkpoint.tokenizer.encode_chat([{"role": "user", "content": prompt.turns[0]}])
         with torch.no_grad():
             expected_RV = oracle(torch.tensor([tokens])).logits[0]
 
         torch.testing.assert_close(all_logits(decoder, tokens), expected_RV, rtol=0, atol=TOLERANCE)
-
-
-def _under_transformers_names(weights) -> dict[str, torch.Tensor]:
-    homes = {
-        "attn_norm": "input_layernorm",
-        "mlp_norm": "post_attention_layernorm",
-        "q": "self_attn.q_proj",
-        "k": "self_attn.k_proj",
-        "v": "self_attn.v_proj",
-        "o": "self_attn.o_proj",
-        "gate": "mlp.gate_proj",
-        "up": "mlp.up_proj",
-        "down": "mlp.down_proj",
-    }
-    named = {
-        "model.embed_tokens.weight": weights["embed.weight"],
-        "lm_head.weight": weights["embed.weight"],
-        "model.norm.weight": weights["norm.weight"],
-    }
-    for name in weights:
-        if name.startswith("layers."):
-            _, layer, part, kind = name.split(".")
-            named[f"model.layers.{layer}.{homes[part]}.{kind}"] = weights[name]
-    return named

@@ -1,22 +1,17 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
+import peers
 import pytest
 import torch
+from peers import OURS_NGRAM, OURS_PLAIN, THEIRS_LOOKUP, THEIRS_PLAIN
 from transformers import LlamaForCausalLM
+from transformers_peer import Answer, hf_name, llama_config, their_arm
 
 from outrider.bench.prompts import Prompt
 from outrider.models.architecture import DecoderConfig
 from tests.fake_llm import FakeLLM
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import peers
-from peers import OURS_NGRAM, OURS_PLAIN, THEIRS_LOOKUP, THEIRS_PLAIN
-from transformers_peer import Answer, hf_name, llama_config, their_arm
 
 TINY = DecoderConfig(
     architecture="LlamaForCausalLM",
