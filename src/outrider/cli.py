@@ -182,13 +182,14 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         text = prompt
     elif file is not None:
         try:
-            text = console.decode_text(file.read_bytes(), str(file))
+            with file.open("rb") as opened:
+                text = console.decode_text(console.read_limited(opened, str(file)), str(file))
         except OSError as problem:
             raise UsageError(f"--file: {file} cannot be read: {problem.strerror}") from None
     elif sys.stdin.isatty():
         raise UsageError("no prompt: give PROMPT, --file FILE, or text on stdin")
     else:
-        text = console.decode_text(sys.stdin.buffer.read(), "stdin")
+        text = console.decode_text(console.read_limited(sys.stdin.buffer, "stdin"), "stdin")
     if not text.strip():
         raise PromptError("the prompt is empty; give at least one character that is not a space")
     return text

@@ -7,6 +7,7 @@ Owns the target, its cache, the drafter and the scheduler, and the order in whic
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -24,6 +25,9 @@ from outrider.types import StepRecord
 
 class Engine:
     """Decodes up to ``max_batch_size`` requests at once, refilling rows as requests end.
+
+    Several threads may use one engine: each call holds ``lock``, and whoever reads a request's
+    tokens and text while others may step holds it too.
 
     Args:
         target: the model.
@@ -49,6 +53,7 @@ class Engine:
         costs: CostTable | None,
     ) -> None:
         self.max_model_len = max_model_len
+        self.lock = threading.RLock()
         self._threads = torch.get_num_threads()
         self._target = target
         self._decoder = decoder
@@ -94,7 +99,8 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request; it runs as soon as a cache row is free."""
-        self._scheduler.submit(request)
+        with self.lock:
+            self._scheduler.submit(request)
 
     def step(self) -> tuple[list[Request], StepRecord | None]:
         """Admit and prefill what fits, then advance every running request.
@@ -104,7 +110,7 @@ class Engine:
         """
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)  # somebody else's setting would change kernels
-        with torch.inference_mode():
+        with self.lock, torch.inference_mode():
             for request in self._scheduler.admit():
                 self._prefill(request)
             running = self._scheduler.running
@@ -128,9 +134,10 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """Cancel a request at any stage; its row is free at once. Ended requests are left alone."""
-        if request.finish_reason is None:
-            request.abort()
-            self._remove(request)
+        with self.lock:
+            if request.finish_reason is None:
+                request.abort()
+                self._remove(request)
 
     def _prefill(self, request: Request) -> None:
         """Commit the prompt but its last tokens, which the first step takes along."""

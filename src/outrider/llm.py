@@ -7,6 +7,8 @@ and the demo stand on it.
 
 from __future__ import annotations
 
+import operator
+import reprlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ from outrider.budget import CostTable, measure_costs
 from outrider.config import EngineConfig, SamplingParams, SpeculationConfig
 from outrider.drafters import create_drafter
 from outrider.engine import Engine
-from outrider.errors import ParameterError
+from outrider.errors import ParameterError, PromptError
 from outrider.models.architecture import DecoderConfig
 from outrider.models.decoder import Decoder
 from outrider.models.exactness import is_exact, row_policies
@@ -79,8 +81,10 @@ class LLM:
         engine: EngineConfig | None = None,
         on_progress: ProgressCallback | None = None,
     ) -> None:
-        speculation = speculation or SpeculationConfig()
-        engine = engine or EngineConfig()
+        speculation = SpeculationConfig() if speculation is None else speculation
+        engine = EngineConfig() if engine is None else engine
+        _check_type("speculation", speculation, SpeculationConfig)
+        _check_type("engine", engine, EngineConfig)
         if engine.threads is not None:
             torch.set_num_threads(engine.threads)
         path = resolve(model, pull=True, on_progress=on_progress)
@@ -119,6 +123,7 @@ class LLM:
         Raises:
             CapacityError: a second cache does not fit.
         """
+        _check_type("speculation", speculation, SpeculationConfig)
         other = object.__new__(LLM)
         other._loaded = self._loaded
         other.memory_plan = _plan(self.config, speculation, self._loaded.engine)
@@ -213,9 +218,10 @@ class LLM:
 
     def _take(self, request: Request, taken: int) -> TextChunk:
         """What came since the last call for this request."""
-        tokens = tuple(request.token_ids[request.prompt_len + taken :])
-        completion = None if request.finish_reason is None else self._completion(request)
-        return TextChunk(request.output.take_text(), tokens, completion)
+        with self._engine.lock:
+            tokens = tuple(request.token_ids[request.prompt_len + taken :])
+            completion = None if request.finish_reason is None else self._completion(request)
+            return TextChunk(request.output.take_text(), tokens, completion)
 
     def _completion(self, request: Request) -> Completion:
         assert request.finish_reason is not None
@@ -233,7 +239,16 @@ class LLM:
         )
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        try:
+            if isinstance(prompt, bytes | bytearray | Mapping):
+                raise TypeError
+            return [_token_id(token) for token in prompt]
+        except TypeError:
+            raise PromptError(
+                f"prompt: {reprlib.repr(prompt)} is neither a string nor a sequence of token ids"
+            ) from None
 
 
 def _plan(
@@ -338,11 +353,25 @@ def resolve_max_model_len(config: DecoderConfig, engine: EngineConfig) -> int:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]  # all are integers: one prompt's ids
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, str | bytes | bytearray | Mapping) or not hasattr(prompts, "__iter__"):
+        return [prompts]  # type: ignore[list-item]  # one string, or what _encode refuses
+    items = list(prompts)
+    if items and all(hasattr(item, "__index__") for item in items):
+        return [items]  # type: ignore[list-item]  # all are integers: one prompt's ids
+    return items  # type: ignore[return-value]
+
+
+def _token_id(token: object) -> int:
+    if isinstance(token, bool):
+        raise TypeError
+    return operator.index(token)  # type: ignore[arg-type]  # anything else raises TypeError
+
+
+def _check_type(name: str, value: object, expected: type) -> None:
+    if not isinstance(value, expected):
+        raise ParameterError(
+            f"{name}: {reprlib.repr(value)} is not a {expected.__name__}; give one, or None"
+        )
 
 
 def _one_each(
@@ -350,6 +379,8 @@ def _one_each(
 ) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence) or isinstance(params, str):
+        _check_type("params", params, SamplingParams)
     if len(params) != count:
         raise ParameterError(
             f"params: {len(params)} for {count} prompts; give one for all or one for each"

@@ -410,3 +410,25 @@ def test_models_pull_prints_the_path_alone(monkeypatch, capsys):
     captured = capsys.readouterr()
     assert "/m/a\n" == captured.out
     assert "outrider: fetching\n" == captured.err
+
+
+@pytest.mark.parametrize("redirect", [">&-", "2>&-", "<&-"])
+def test_closed_streams_do_not_stop_a_light_verb(redirect: str, tmp_path: Path):
+    command = f"{sys.executable} -m outrider.cli models list {redirect}"
+    process = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OUTRIDER_CACHE": str(tmp_path)},
+        check=False,
+    )
+
+    assert "" == process.stderr
+    assert 0 == process.returncode
+
+
+def test_endless_input_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("outrider.commands.console.MAX_PROMPT_BYTES", 1 << 20)
+
+    assert 2 == cli.main(["generate", "--file", "/dev/zero"])
+    assert "/dev/zero: more than 1 MiB" in capsys.readouterr().err

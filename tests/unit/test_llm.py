@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,36 @@ def test_bad_prompts_are_refused_before_anything_runs(llm: LLM) -> None:
         with pytest.raises(PromptError, match=message):
             llm.stream(prompt, WARM)
     assert not llm._engine.has_work
+
+
+def test_prompts_of_the_wrong_type_are_refused_and_others_go_on(llm: LLM) -> None:
+    stream = llm.stream("A river does not", WARM)
+    first = next(stream)
+    for prompt in (b"hello", None, 5, [None], [1.5, 2.0], [[1, [2]]], [True, False], {"a": 1}):
+        with pytest.raises(PromptError, match="neither a string nor a sequence of token ids"):
+            llm.generate(prompt, WARM)  # type: ignore[arg-type]
+    rest = list(stream)
+
+    assert llm.generate("A river does not", WARM)[0].text == first.text + "".join(
+        chunk.text for chunk in rest
+    )
+    for wrong in ("x", {}, None):
+        with pytest.raises(ParameterError, match="is not a SamplingParams"):
+            llm.generate("x", wrong)  # type: ignore[arg-type]
+    with pytest.raises(ParameterError, match="is not a SpeculationConfig"):
+        llm.with_speculation("ngram")  # type: ignore[arg-type]
+
+
+def test_threads_that_share_one_object_get_their_own_texts(llm: LLM) -> None:
+    prompts = ["The bridge", "A river does not", "around it, and around it"]
+    expected = [llm.generate(prompt, WARM)[0] for prompt in prompts]
+    with ThreadPoolExecutor(6) as pool:
+        jobs = [pool.submit(lambda p: list(llm.stream(p, WARM)), prompts[i % 3]) for i in range(24)]
+    for i, job in enumerate(jobs):
+        chunks = job.result()
+
+        assert expected[i % 3].text == "".join(chunk.text for chunk in chunks)
+        assert expected[i % 3].token_ids == tuple(t for c in chunks for t in c.token_ids)
 
 
 def test_bad_parameters_are_refused(llm: LLM, model: Path) -> None:

@@ -191,7 +191,7 @@ def line_reader() -> Callable[[], str]:
 
 
 def _read_plain_line() -> str:
-    line = sys.stdin.buffer.readline()
+    line = sys.stdin.buffer.readline(console.MAX_PROMPT_BYTES)
     if not line:
         raise EOFError
     return console.decode_text(line, "this line of stdin")

@@ -16,8 +16,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, Self, TextIO
+from typing import IO, Any, Literal, Self, TextIO
 
 from rich import box
 from rich.console import Console
@@ -28,6 +29,7 @@ from rich.text import Text
 from outrider.errors import PromptError
 from outrider.types import Completion, TextChunk
 
+MAX_PROMPT_BYTES = 16 << 20
 PLAIN_WIDTH = 110  # columns when the output is not a terminal
 CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
@@ -64,10 +66,28 @@ def _one_line(message: object) -> str:
 
 
 def make_robust() -> None:
-    """Let no character that the terminal's encoding lacks stop the program."""
+    """Let neither a closed stream nor a character that the encoding lacks stop the program."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by the caller (>&-): nobody listens or speaks
+            stream = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - until exit
+            setattr(sys, name, stream)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+def read_limited(file: IO[bytes], source: str) -> bytes:
+    """Read to the end, but no more than a prompt can be.
+
+    Raises:
+        PromptError: there is more than ``MAX_PROMPT_BYTES``.
+    """
+    data = file.read(MAX_PROMPT_BYTES + 1)
+    if len(data) > MAX_PROMPT_BYTES:
+        raise PromptError(
+            f"{source}: more than {MAX_PROMPT_BYTES >> 20} MiB, which is more than a prompt can be"
+        )
+    return data
 
 
 def write_text(text: str) -> None:

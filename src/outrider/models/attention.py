@@ -114,10 +114,11 @@ class Rotary:
 
     def rotation(self, position_R: Tensor) -> Tensor:
         """Complex128 ``[R, 1, K / 2]``, to be multiplied with interleaved pairs."""
-        last = int(position_R.max())
-        while last >= len(self._table_PC):
-            self._table_PC = torch.cat([self._table_PC, self._block(len(self._table_PC))])
-        return self._table_PC[position_R].unsqueeze(1)
+        table_PC, last = self._table_PC, int(position_R.max())
+        while last >= len(table_PC):
+            table_PC = torch.cat([table_PC, self._block(len(table_PC))])
+        self._table_PC = table_PC  # in one piece: engines in several threads share the model
+        return table_PC[position_R].unsqueeze(1)
 
     def _block(self, start: int) -> Tensor:
         position_P = torch.arange(start, start + TABLE_BLOCK).float()
