@@ -24,6 +24,7 @@ from outrider.commands.options import (
     EngineOptions,
     SamplingOptions,
     SpeculationOptions,
+    whole_number,
 )
 from outrider.errors import OutriderError, ParameterError, PromptError, UsageError
 
@@ -34,6 +35,7 @@ SCHEMA_VERSION = 1
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 Flag = Annotated[bool, Parameter(negative="")]
+Whole = Annotated[int, Parameter(converter=whole_number)]
 
 
 app = App(
@@ -240,10 +242,10 @@ def inspect(
     model: str = DEFAULT_MODEL,
     /,
     *,
-    max_batch_size: int = 1,
-    max_model_len: int | None = None,
+    max_batch_size: Whole = 1,
+    max_model_len: Whole | None = None,
     dtype: str = "auto",
-    threads: int | None = None,
+    threads: Whole | None = None,
     json: Flag = False,
 ) -> int:
     """Show a model's architecture, tokeniser, memory plan and exactness on this machine.
@@ -283,7 +285,7 @@ def inspect(
 def demo(
     *,
     minutes: float = 3.0,
-    max_tokens: int = 96,
+    max_tokens: Whole = 96,
     json: Flag = False,
     engine: EngineOptions = EngineOptions(),  # noqa: B008
 ) -> int:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from outrider.commands.chat import Conversation, Session, run
 from outrider.config import SamplingParams
-from outrider.errors import CapacityError
+from outrider.errors import CapacityError, PromptError
 from tests.fake_llm import FakeLLM
 
 
@@ -148,3 +149,22 @@ def test_what_fits_is_the_longest_run_of_latest_turns(turns, question, context_l
     if len(kept) < len(turns):
         longer = Conversation("be brief", turns[len(turns) - len(kept) - 1 :])
         assert len(encode(longer.messages(question))) + answer_len > context_len
+
+
+def test_a_line_that_is_not_text_is_reported_and_the_chat_goes_on(capsys):
+    answered = []
+    lines = iter([PromptError("this line of stdin is not UTF-8"), "hello"])
+
+    def read_line() -> str:
+        line = next(lines, None)
+        if line is None:
+            raise EOFError
+        if isinstance(line, Exception):
+            raise line
+        return line
+
+    session = SimpleNamespace(answer=answered.append, command=lambda line: True)
+
+    assert 0 == run(session, read_line)
+    assert ["hello"] == answered
+    assert "not UTF-8" in capsys.readouterr().err

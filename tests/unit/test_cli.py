@@ -432,3 +432,10 @@ def test_endless_input_is_refused(monkeypatch, capsys):
 
     assert 2 == cli.main(["generate", "--file", "/dev/zero"])
     assert "/dev/zero: more than 1 MiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--seed", "--max-tokens", "--top-k", "--threads"])
+@pytest.mark.parametrize("value", ["2.5", "9007199254740993.0", "0x10", "1_000", "1e3"])
+def test_a_whole_number_is_never_rounded(flag: str, value: str, capsys):
+    assert 2 == cli.main(["generate", "hi", flag, value])
+    assert f"'{value}' is not a whole number" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from outrider.commands import console
 from outrider.commands.answer_report import answer_line
 from outrider.config import SamplingParams
-from outrider.errors import CapacityError, OutriderError
+from outrider.errors import CapacityError, OutriderError, PromptError
 from outrider.types import Completion, SpeculationStats
 
 if TYPE_CHECKING:
@@ -155,6 +155,9 @@ def run(session: Session, read_line: Callable[[], str]) -> int:
         except KeyboardInterrupt:
             console.stderr().print()  # the terminal has echoed ^C behind the prompt
             console.note("Ctrl-D or /exit leaves")
+            continue
+        except PromptError as problem:  # this line is not text; the next one may be
+            console.error(problem)
             continue
         if not line:
             continue

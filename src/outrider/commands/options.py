@@ -6,10 +6,12 @@ source); the settings check their own ranges. Used by :mod:`outrider.cli` only.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from cyclopts import Group, Parameter
+from cyclopts import Group, Parameter, Token
 
 from outrider.config import AVAILABLE_METHODS, EngineConfig, SamplingParams, SpeculationConfig
 from outrider.models.loading.hub import DEFAULT_MODEL
@@ -19,8 +21,20 @@ _SPECULATION = SpeculationConfig()
 _METHODS = "|".join(AVAILABLE_METHODS)
 
 
+def whole_number(type_: Any, tokens: Sequence[Token]) -> int:  # noqa: ARG001 - cyclopts' signature
+    """An integer in decimal digits; int() of a fraction would silently round a seed or a count."""
+    text = tokens[0].value
+    if not re.fullmatch(r"[+-]?[0-9]+", text):
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(text)
+
+
 def _flag(text: str, *, name: str | None = None, **settings: Any) -> Parameter:
     return Parameter(name=name, help=text, **settings)
+
+
+def _whole(text: str) -> Parameter:
+    return _flag(text, converter=whole_number)
 
 
 @Parameter(name="*", group=Group("Sampling", sort_key=3))
@@ -29,7 +43,7 @@ class SamplingOptions:
     """How the target picks each token, and when it stops."""
 
     temperature: Annotated[float, _flag("0 is greedy.")] = _SAMPLING.temperature
-    top_k: Annotated[int, _flag("Keep the k likeliest tokens; 0 keeps all.")] = _SAMPLING.top_k
+    top_k: Annotated[int, _whole("Keep the k likeliest tokens; 0 keeps all.")] = _SAMPLING.top_k
     top_p: Annotated[float, _flag("Keep the smallest likeliest set with this probability.")] = (
         _SAMPLING.top_p
     )
@@ -46,10 +60,10 @@ class SamplingOptions:
         _SAMPLING.frequency_penalty
     )
     seed: Annotated[
-        int | None, _flag("Makes a sampled answer repeatable. Without it: fresh each time.")
+        int | None, _whole("Makes a sampled answer repeatable. Without it: fresh each time.")
     ] = _SAMPLING.seed
-    max_tokens: Annotated[int, _flag("Most tokens to write.")] = _SAMPLING.max_tokens
-    min_tokens: Annotated[int, _flag("No end of the answer before this many tokens.")] = (
+    max_tokens: Annotated[int, _whole("Most tokens to write.")] = _SAMPLING.max_tokens
+    min_tokens: Annotated[int, _whole("No end of the answer before this many tokens.")] = (
         _SAMPLING.min_tokens
     )
     stop: Annotated[
@@ -87,10 +101,10 @@ class SpeculationOptions:
         bool | None, _flag("Draft a tree instead of a chain.", negative="--no-tree")
     ] = None
     max_draft_len: Annotated[
-        int | None, _flag(f"Deepest draft, in tokens (usually {_SPECULATION.max_draft_len}).")
+        int | None, _whole(f"Deepest draft, in tokens (usually {_SPECULATION.max_draft_len}).")
     ] = None
-    dynamic_tree_max_topk: Annotated[int | None, _flag("Most children of a tree node.")] = None
-    max_total_draft_tokens: Annotated[int | None, _flag("Most draft tokens per step.")] = None
+    dynamic_tree_max_topk: Annotated[int | None, _whole("Most children of a tree node.")] = None
+    max_total_draft_tokens: Annotated[int | None, _whole("Most draft tokens per step.")] = None
 
     def config(self) -> SpeculationConfig | None:
         """The checked settings, or None when no flag was given.
@@ -121,8 +135,10 @@ class EngineOptions:
     dtype: Annotated[
         str, _flag("auto|bfloat16|float32; auto takes what this processor does well.")
     ] = "auto"
-    threads: Annotated[int | None, _flag("Compute threads.")] = None
-    max_model_len: Annotated[int | None, _flag("Most tokens of prompt and answer together.")] = None
+    threads: Annotated[int | None, _whole("Compute threads.")] = None
+    max_model_len: Annotated[int | None, _whole("Most tokens of prompt and answer together.")] = (
+        None
+    )
 
     def config(self, **more: Any) -> EngineConfig:
         """The checked settings; ``more`` sets further fields of the engine.
