@@ -141,8 +141,7 @@ class Engine:
 
     def _prefill(self, request: Request) -> None:
         """Commit the prompt but its last tokens, which the first step takes along."""
-        row = request.cache_row
-        assert row is not None
+        row = request.row
         tokens = request.token_ids[: -1 - FIRST_STEP_TOKENS]
         for start in range(0, len(tokens), self._prefill_chunk):
             chunk = tokens[start : start + self._prefill_chunk]

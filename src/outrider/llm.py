@@ -36,9 +36,8 @@ from outrider.models.machine import (
 )
 from outrider.models.memory import MemoryPlan, plan_memory
 from outrider.scheduler import Request
-from outrider.types import Completion, TextChunk, Usage
+from outrider.types import Completion, ProgressCallback, TextChunk, Usage
 
-ProgressCallback = Callable[[str, float | None], None]
 Prompt = str | Sequence[int]
 
 # Longer contexts are a setting, not a default: the cache is allocated up front.

@@ -64,6 +64,12 @@ class Request:
         return self.output.finish_reason
 
     @property
+    def row(self) -> int:
+        """The cache row of a running request."""
+        assert self.cache_row is not None, "a request decodes only while it holds a cache row"
+        return self.cache_row
+
+    @property
     def num_output(self) -> int:
         """Tokens emitted so far."""
         return len(self.token_ids) - self.prompt_len
@@ -151,7 +157,7 @@ class Scheduler:
             self._running.append(request)
             request.admit(self._cache.allocate())
             admitted.append(request)
-        self._running.sort(key=_row)
+        self._running.sort(key=lambda request: request.row)
         return admitted
 
     def remove(self, request: Request) -> None:
@@ -164,8 +170,3 @@ class Scheduler:
         ended_well = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         self._cache.free(request.cache_row, scrub=not ended_well)
         request.cache_row = None
-
-
-def _row(request: Request) -> int:
-    assert request.cache_row is not None
-    return request.cache_row

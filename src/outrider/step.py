@@ -34,7 +34,7 @@ def speculative_step(
     """Advance every request by at least one token; ended ones carry their ``finish_reason``."""
     started = time.perf_counter()
     trees = propose(requests, drafter)
-    committed = [cache.committed(_row(request)) for request in requests]
+    committed = [cache.committed(request.row) for request in requests]
     num_silent = sum(len(r.token_ids) - 1 - n for r, n in zip(requests, committed, strict=True))
     trees = budget.prune(trees, committed, num_silent)
     drafted = time.perf_counter()
@@ -49,8 +49,8 @@ def speculative_step(
     verified = time.perf_counter()
 
     for request, segment, verdict in zip(requests, segments, verdicts, strict=True):
-        cache.extend(_row(request), segment.num_silent)
-        cache.commit(_row(request), verdict.path)
+        cache.extend(request.row, segment.num_silent)
+        cache.commit(request.row, verdict.path)
         request.emit(verdict)
         request.sampler.release(len(request.token_ids))
     speculating = [b for b, request in enumerate(requests) if request.speculates]
@@ -104,7 +104,7 @@ def decode_alone(request: Request, tree: DraftTree, target: Decoder, cache: KVCa
     A mask cannot hide such a node (infinity times zero is not zero), so its siblings' rows are
     spoilt too, and the text must not depend on what was drafted.
     """
-    cache.scrub(_row(request), len(_segment(request, tree, cache).tokens))
+    cache.scrub(request.row, len(_segment(request, tree, cache).tokens))
     root = DraftTree.root(tree.token[0])
     logits_RV = target.forward([_segment(request, root, cache)], cache).logits_RV
     (picks,), _ = choose([request], [root], logits_RV)
@@ -114,7 +114,7 @@ def decode_alone(request: Request, tree: DraftTree, target: Decoder, cache: KVCa
 
 def _segment(request: Request, tree: DraftTree, cache: KVCache) -> Segment:
     """The tree behind those prompt tokens, if any, that prefill left to this step."""
-    row = _row(request)
+    row = request.row
     prompt = request.token_ids[cache.committed(row) : -1]
     return Segment(
         row,
@@ -123,11 +123,6 @@ def _segment(request: Request, tree: DraftTree, cache: KVCache) -> Segment:
         tree.ancestor_mask(num_before=len(prompt)),
         num_silent=len(prompt),
     )
-
-
-def _row(request: Request) -> int:
-    assert request.cache_row is not None, "a request decodes only while it holds a cache row"
-    return request.cache_row
 
 
 def _record(

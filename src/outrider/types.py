@@ -16,8 +16,12 @@ D    hidden size                              L    layers
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+# What is being done, and the fraction done where it is known.
+ProgressCallback = Callable[[str, float | None], None]
 
 DIMENSIONS = {
     "B": "request",

@@ -25,8 +25,7 @@ from outrider.models.architecture import DecoderConfig
 from outrider.models.decoder import Decoder, Segment, linear_shapes
 from outrider.models.linear import RowPolicy, probe_rows
 from outrider.models.machine import ResultCache, machine_key
-
-ProgressCallback = Callable[[str, float | None], None]
+from outrider.types import ProgressCallback
 
 
 def row_policies(

