@@ -28,6 +28,9 @@ class ScriptedDrafter:
         order: ``first`` puts the true child before its siblings, ``last`` behind them.
     """
 
+    captures = ()
+    num_passes = 0
+
     def __init__(
         self,
         foresee: Foresight,
@@ -52,18 +55,21 @@ class ScriptedDrafter:
     def max_nodes(self) -> int:
         return self._depth * (1 + 2 * self._siblings)
 
-    def prefill(self, request: DraftRequest, hidden_TD) -> None:
+    def admit(self, request: DraftRequest) -> None:
         self.live_requests.add(request.request_id)
 
+    def prefill(self, request: DraftRequest, num_committed, hidden_TC) -> None:
+        assert request.request_id in self.live_requests
+
     def propose(
-        self, requests: Sequence[DraftRequest], max_depth: Sequence[int]
+        self, requests: Sequence[DraftRequest], max_depth: Sequence[int], min_score: float = 0.0
     ) -> list[DraftTree]:
         return [
             self._grow(request, min(self._depth, limit))
             for request, limit in zip(requests, max_depth, strict=True)
         ]
 
-    def observe(self, requests, trees, verdicts, hidden_RD) -> None:
+    def observe(self, requests, trees, verdicts, hidden) -> None:
         for request in requests:
             assert request.request_id in self.live_requests
 

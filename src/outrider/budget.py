@@ -22,7 +22,8 @@ from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
-from outrider.models.decoder import Decoder, Segment
+from outrider.models.decoder import Decoder
+from outrider.models.layers import Segment
 from outrider.tree import DraftTree
 from outrider.types import StepRecord
 
@@ -120,6 +121,7 @@ class Budget:
         self._costs = costs
         self._max_rows = max_rows
         self._draft_s = 0.0
+        self._pass_s = 0.0  # one pass of the drafter's own module
 
     def prune(
         self, trees: Sequence[DraftTree], contexts: Sequence[int], num_silent: int = 0
@@ -146,9 +148,21 @@ class Budget:
             for tree, keep in zip(trees, kept, strict=True)
         ]
 
+    def min_score(self, contexts: Sequence[int]) -> float:
+        """The chance below which a node cannot be worth the drafter's pass that would extend it.
+
+        One more pass yields at most one more token with that chance, and a token costs at most
+        the target's pass. 0 where everything is verified.
+        """
+        if self._costs is None:
+            return 0.0
+        return self._pass_s / self._costs.at(len(contexts), fmean(contexts))
+
     def observe(self, record: StepRecord) -> None:
         """Take in what a step's drafting cost (moving average)."""
         self._draft_s += 0.1 * (record.draft_s - self._draft_s)
+        if record.draft_passes:
+            self._pass_s += 0.1 * (record.draft_s / record.draft_passes - self._pass_s)
 
     def _best_count(self, scores: Sequence[float], contexts: Sequence[int], base_rows: int) -> int:
         """How many of the best nodes maximise the expected tokens per second."""

@@ -16,7 +16,8 @@ from outrider.budget import Budget, CostTable
 from outrider.config import FIRST_STEP_TOKENS, EngineConfig, SamplingParams
 from outrider.drafters import Drafter
 from outrider.errors import PromptError
-from outrider.models.decoder import Decoder, Segment
+from outrider.models.decoder import Decoder
+from outrider.models.layers import Segment
 from outrider.output import TextDecoder
 from outrider.scheduler import Request, Scheduler
 from outrider.step import speculative_step
@@ -143,13 +144,17 @@ class Engine:
         """Commit the prompt but its last tokens, which the first step takes along."""
         row = request.row
         tokens = request.token_ids[: -1 - FIRST_STEP_TOKENS]
+        drafter = self._drafter if request.speculates else None
+        capture = () if drafter is None else drafter.captures
+        if drafter is not None:
+            drafter.admit(request)
         for start in range(0, len(tokens), self._prefill_chunk):
             chunk = tokens[start : start + self._prefill_chunk]
             segment = Segment(row, chunk, range(len(chunk)), num_silent=len(chunk))
-            self._target.forward([segment], self._cache)
+            output = self._target.forward([segment], self._cache, capture=capture)
             self._cache.extend(row, len(chunk))
-        if self._drafter is not None and request.speculates:
-            self._drafter.prefill(request, None)
+            if drafter is not None:
+                drafter.prefill(request, start + len(chunk), output.hidden_RC)
 
     def _remove(self, request: Request) -> None:
         was_admitted = request.cache_row is not None

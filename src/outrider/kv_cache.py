@@ -94,9 +94,16 @@ class KVCache:
         """Tokens of this request whose keys and values are final."""
         return self._committed[row]
 
-    def begin(self, rows: Sequence[int], counts: Sequence[int]) -> StepSlots:
-        """Plan a pass that writes ``counts[b]`` tokens behind request ``rows[b]``'s prefix."""
-        starts = tuple(self._committed[row] for row in rows)
+    def begin(
+        self, rows: Sequence[int], counts: Sequence[int], earlier: Sequence[int] | None = None
+    ) -> StepSlots:
+        """Plan a pass that writes ``counts[b]`` tokens behind request ``rows[b]``'s prefix.
+
+        ``earlier[b]`` slots behind the prefix are left as they are: passes before this one wrote
+        rows of the same tree there, which are not committed.
+        """
+        earlier = [0] * len(rows) if earlier is None else earlier
+        starts = tuple(self._committed[row] + n for row, n in zip(rows, earlier, strict=True))
         live_len = max(start + count for start, count in zip(starts, counts, strict=True))
         assert live_len <= self.num_slots, "a pass must be clipped to the room left"
         first, last = rows[0], rows[-1]

@@ -52,6 +52,7 @@ class Request:
         self.error: str | None = None
         self.draft_s = 0.0
         self.verify_s = 0.0
+        self.draft_passes = 0.0
         self._submitted_s = time.perf_counter()
         self._admitted_s: float | None = None
         self._first_token_s: float | None = None

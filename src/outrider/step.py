@@ -16,7 +16,8 @@ import torch
 from outrider.budget import Budget
 from outrider.drafters.base import Drafter
 from outrider.kv_cache import KVCache
-from outrider.models.decoder import Decoder, Segment
+from outrider.models.decoder import Decoder, ForwardOutput
+from outrider.models.layers import Segment
 from outrider.sampling import argmax_rows
 from outrider.scheduler import Request
 from outrider.tree import DraftTree
@@ -33,22 +34,25 @@ def speculative_step(
 ) -> StepRecord:
     """Advance every request by at least one token; ended ones carry their ``finish_reason``."""
     started = time.perf_counter()
-    trees = propose(requests, drafter)
+    passes_before = 0 if drafter is None else drafter.num_passes
     committed = [cache.committed(request.row) for request in requests]
+    trees = propose(requests, drafter, budget.min_score(committed))
     num_silent = sum(len(r.token_ids) - 1 - n for r, n in zip(requests, committed, strict=True))
     trees = budget.prune(trees, committed, num_silent)
     drafted = time.perf_counter()
 
     segments = [_segment(*pair, cache) for pair in zip(requests, trees, strict=True)]
-    logits_RV = target.forward(segments, cache).logits_RV
-    picks, is_tainted = choose(requests, trees, logits_RV)
+    output = target.forward(segments, cache, capture=() if drafter is None else drafter.captures)
+    hidden = _split(output)
+    picks, is_tainted = choose(requests, trees, output.logits_RV)
     verdicts = [walk(tree, picked) for tree, picked in zip(trees, picks, strict=True)]
     for b in range(len(requests)):
         if is_tainted[b] and trees[b].num_drafted:
-            verdicts[b] = decode_alone(requests[b], trees[b], target, cache)
+            verdicts[b], hidden[b] = decode_alone(requests[b], trees[b], target, cache, drafter)
     verified = time.perf_counter()
 
-    for request, segment, verdict in zip(requests, segments, verdicts, strict=True):
+    for b, (request, segment, verdict) in enumerate(zip(requests, segments, verdicts, strict=True)):
+        hidden[b] = _committed_states(hidden[b], segment.num_silent, verdict)
         cache.extend(request.row, segment.num_silent)
         cache.commit(request.row, verdict.path)
         request.emit(verdict)
@@ -59,18 +63,22 @@ def speculative_step(
             [requests[b] for b in speculating],
             [trees[b] for b in speculating],
             [verdicts[b] for b in speculating],
-            None,
+            [hidden[b] for b in speculating],
         )
-    return _record(requests, trees, budget, (started, drafted, verified, time.perf_counter()))
+    num_passes = 0 if drafter is None else drafter.num_passes - passes_before
+    times = (started, drafted, verified, time.perf_counter())
+    return _record(requests, trees, budget, times, num_passes)
 
 
-def propose(requests: Sequence[Request], drafter: Drafter | None) -> list[DraftTree]:
+def propose(
+    requests: Sequence[Request], drafter: Drafter | None, min_score: float
+) -> list[DraftTree]:
     """One tree per request, no deeper than it can still use; the root alone where none drafts."""
     trees = [DraftTree.root(request.token_ids[-1]) for request in requests]
     speculating = [b for b, r in enumerate(requests) if r.speculates and r.max_depth > 0]
     if drafter is not None and speculating:
         drafting = [requests[b] for b in speculating]
-        proposed = drafter.propose(drafting, [request.max_depth for request in drafting])
+        proposed = drafter.propose(drafting, [r.max_depth for r in drafting], min_score)
         for b, tree in zip(speculating, proposed, strict=True):
             trees[b] = tree
     return trees
@@ -98,18 +106,39 @@ def choose(
     return picks, is_tainted
 
 
-def decode_alone(request: Request, tree: DraftTree, target: Decoder, cache: KVCache) -> Verdict:
+def decode_alone(
+    request: Request, tree: DraftTree, target: Decoder, cache: KVCache, drafter: Drafter | None
+) -> tuple[Verdict, torch.Tensor | None]:
     """Repeat a request's step without its drafts, one of which made a row that is not finite.
 
     A mask cannot hide such a node (infinity times zero is not zero), so its siblings' rows are
-    spoilt too, and the text must not depend on what was drafted.
+    spoilt too, and the text must not depend on what was drafted. Returns the captured states too.
     """
     cache.scrub(request.row, len(_segment(request, tree, cache).tokens))
     root = DraftTree.root(tree.token[0])
-    logits_RV = target.forward([_segment(request, root, cache)], cache).logits_RV
-    (picks,), _ = choose([request], [root], logits_RV)
+    capture = () if drafter is None else drafter.captures
+    output = target.forward([_segment(request, root, cache)], cache, capture=capture)
+    (picks,), _ = choose([request], [root], output.logits_RV)
     verdict = walk(root, picks)
-    return Verdict(verdict.path, verdict.tokens, tree.num_drafted, verdict.is_finite)
+    judged = Verdict(verdict.path, verdict.tokens, tree.num_drafted, verdict.is_finite)
+    return judged, output.hidden_RC
+
+
+def _split(output: ForwardOutput) -> list[torch.Tensor | None]:
+    """Each request's captured states ``[T, C]``, where there are any."""
+    if output.hidden_RC is None:
+        return [None] * len(output.counts)
+    return list(output.hidden_RC.split(output.counts))
+
+
+def _committed_states(
+    hidden_TC: torch.Tensor | None, num_silent: int, verdict: Verdict
+) -> torch.Tensor | None:
+    """The states of the rows that the verdict commits: silent ones, the root, the path."""
+    if hidden_TC is None:
+        return None
+    nodes = [num_silent + node for node in (0, *verdict.path)]
+    return hidden_TC[[*range(num_silent), *nodes]]
 
 
 def _segment(request: Request, tree: DraftTree, cache: KVCache) -> Segment:
@@ -130,18 +159,21 @@ def _record(
     trees: Sequence[DraftTree],
     budget: Budget,
     times: tuple[float, float, float, float],
+    num_passes: int,
 ) -> StepRecord:
     """Share the step's time among its requests and tell the budget what it cost."""
     started, drafted, verified, ended = times
     for request in requests:
         request.draft_s += (drafted - started) / len(requests)
         request.verify_s += (verified - drafted) / len(requests)
+        request.draft_passes += num_passes / len(requests)
     record = StepRecord(
         num_requests=len(requests),
         num_rows=sum(len(tree) for tree in trees),
         draft_s=drafted - started,
         verify_s=verified - drafted,
         rest_s=ended - verified,
+        draft_passes=num_passes,
     )
     budget.observe(record)
     return record

@@ -185,10 +185,14 @@ class TextChunk:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Where one engine step's time went, in seconds, and how many rows it verified."""
+    """Where one engine step's time went, in seconds, and how many rows it verified.
+
+    ``draft_passes`` counts the drafter's own forward passes in it (0 for n-gram).
+    """
 
     num_requests: int
     num_rows: int
     draft_s: float
     verify_s: float
     rest_s: float
+    draft_passes: int = 0

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from outrider.models import exactness
-from outrider.models.decoder import Decoder, swiglu
+from outrider.models.decoder import Decoder
 from outrider.models.exactness import (
     CHECKS,
     NUM_STEPS,
@@ -24,6 +24,7 @@ from outrider.models.exactness import (
     random_tokens,
     reference_logits,
 )
+from outrider.models.layers import swiglu
 from outrider.models.linear import MAX_ROWS, MIN_ROWS, ExactLinear, RowPolicy, probe_rows
 from tests.models import compute_threads, random_decoder
 
@@ -113,7 +114,7 @@ def test_stock_attention_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = random_decoder(torch.bfloat16)
 
     assert exactness.self_test(decoder)
-    monkeypatch.setattr("outrider.models.decoder.attention", stock_attention)
+    monkeypatch.setattr("outrider.models.layers.attention", stock_attention)
     assert not exactness.self_test(decoder)
 
 

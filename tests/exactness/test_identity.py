@@ -232,8 +232,8 @@ def test_a_drafted_nan_is_rejected_without_a_trace(target: Decoder) -> None:
     target._embedding[poison] = float("nan")
 
     class PoisonedDrafter(ScriptedDrafter):
-        def propose(self, requests, max_depth):
-            trees = super().propose(requests, max_depth)
+        def propose(self, requests, max_depth, min_score=0.0):
+            trees = super().propose(requests, max_depth, min_score)
             for tree in trees:
                 if self._rng.random() < 0.3 and poison not in tree.children()[0]:
                     tree.add(0, poison, 0.01)
@@ -256,8 +256,8 @@ def test_an_interrupted_step_ends_its_requests_and_the_engine_goes_on(target: De
     expected = plain(target, prompts, params)
 
     class InterruptedDrafter(ScriptedDrafter):
-        def observe(self, requests, trees, verdicts, hidden_RD):
-            super().observe(requests, trees, verdicts, hidden_RD)
+        def observe(self, requests, trees, verdicts, hidden):
+            super().observe(requests, trees, verdicts, hidden)
             has_ended = any(request.finish_reason for request in requests)
             if has_ended or self._rng.random() < 0.2:
                 raise KeyboardInterrupt

@@ -28,7 +28,7 @@ import torch
 from outrider import step
 from outrider.budget import Budget
 from outrider.config import SamplingParams
-from outrider.models.decoder import Segment
+from outrider.models.layers import Segment
 from outrider.scheduler import Request
 from outrider.tree import DraftTree
 from outrider.types import FinishReason, Verdict
@@ -61,7 +61,9 @@ class ToyTarget:
         """Next-token logits; ``position`` is that of the prefix's last token: a wrong one shows."""
         return _drawn_logits(self, tuple(prefix), len(prefix) - 1 if position is None else position)
 
-    def forward(self, segments: Sequence[Segment], cache: ToyCache) -> SimpleNamespace:
+    def forward(
+        self, segments: Sequence[Segment], cache: ToyCache, *, capture: Sequence[int] = ()
+    ) -> SimpleNamespace:
         """What ``Decoder.forward`` returns, as far as the step looks at it."""
         rows = []
         for segment in segments:
@@ -70,7 +72,9 @@ class ToyTarget:
             for node in range(segment.num_silent, len(segment.tokens)):
                 prefix = [*committed, *self.visible(segment, node)]
                 rows.append(self.logits(prefix, len(committed) + self.depth(segment, node)))
-        return SimpleNamespace(logits_RV=torch.tensor(rows, dtype=torch.float32))
+        counts = tuple(len(segment.tokens) for segment in segments)
+        logits_RV = torch.tensor(rows, dtype=torch.float32)
+        return SimpleNamespace(logits_RV=logits_RV, hidden_RC=None, counts=counts)
 
     def visible(self, segment: Segment, node: int) -> list[int]:
         """The segment's tokens that a node attends to, itself last."""

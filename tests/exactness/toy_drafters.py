@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from outrider.tree import DraftTree
 from outrider.types import Verdict
@@ -162,9 +162,12 @@ class ToyDrafter:
     guess: Guess
     max_nodes: int | None = None
     tally: Tally = field(default_factory=Tally)
-    name: str = "toy"
+    captures: ClassVar[tuple[int, ...]] = ()
+    num_passes: ClassVar[int] = 0
 
-    def propose(self, requests: Sequence[Any], max_depth: Sequence[int]) -> list[DraftTree]:
+    def propose(
+        self, requests: Sequence[Any], max_depth: Sequence[int], min_score: float = 0.0
+    ) -> list[DraftTree]:
         return [self._tree(*pair) for pair in zip(requests, max_depth, strict=True)]
 
     def _tree(self, request: ToyRequest, max_depth: int) -> DraftTree:
@@ -172,15 +175,12 @@ class ToyDrafter:
         self.shape(tree, lambda path: self.guess(request, [*request.token_ids, *path]))
         return tree.best(len(tree) if self.max_nodes is None else self.max_nodes, max_depth)
 
-    def prefill(self, request: Any, hidden_TD: Any) -> None:
-        """Keeps no state."""
-
     def observe(
         self,
         requests: Sequence[Any],
         trees: Sequence[DraftTree],
         verdicts: Sequence[Verdict],
-        hidden_RD: Any,
+        hidden: Any,
     ) -> None:
         for tree, verdict in zip(trees, verdicts, strict=True):
             end = verdict.path[-1] if verdict.path else 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from outrider.models.decoder import Segment
+from outrider.models.layers import Segment
 from outrider.tree import DraftTree
 from outrider.types import Verdict
 from tests.exactness.race import Weights
@@ -119,14 +119,18 @@ def _whole(probs: Sequence[Fraction]) -> Weights:
 class RowOffByOne(ToyTarget):
     """A node is judged by the logits of the row before it; the root by its own."""
 
-    def forward(self, segments: Sequence[Segment], cache: ToyCache) -> SimpleNamespace:
-        logits_RV = super().forward(segments, cache).logits_RV
+    def forward(
+        self, segments: Sequence[Segment], cache: ToyCache, *, capture: Sequence[int] = ()
+    ) -> SimpleNamespace:
+        output = super().forward(segments, cache)
+        logits_RV = output.logits_RV
         rows, first = [], 0
         for segment in segments:
             last = first + len(segment.tokens)
             rows += [logits_RV[first : first + 1], logits_RV[first : last - 1]]
             first = last
-        return SimpleNamespace(logits_RV=torch.cat(rows))
+        output.logits_RV = torch.cat(rows)
+        return output
 
 
 class SiblingsSeeEachOther(ToyTarget):

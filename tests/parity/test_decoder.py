@@ -16,8 +16,9 @@ from transformers_peer import load_transformers
 
 from outrider.bench.prompts import load_prompts
 from outrider.models.attention import attention, reference_attention
-from outrider.models.decoder import Decoder, Segment
+from outrider.models.decoder import FINAL_STATE, Decoder
 from outrider.models.exactness import chain_segment, prefill, random_tokens, row_policies
+from outrider.models.layers import Segment
 from outrider.models.loading import DEFAULT_MODEL, load, resolve
 from outrider.models.norm import RMSNorm
 from outrider.tree import DraftTree
@@ -103,14 +104,14 @@ def test_captured_states_equal_transformers(tmp_path: Path) -> None:
     oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     tokens = random_tokens(decoder.config.vocab_size, 20, seed=0)
     cache = decoder.new_cache(max_batch_size=1, num_slots=20)
-    capture = (0, 2, 3)
+    capture = (0, 2, 3, FINAL_STATE)  # transformers' last one is behind the final norm
     output = decoder.forward([chain_segment(cache.allocate(), tokens)], cache, capture=capture)
     with torch.no_grad():
         hidden = oracle(torch.tensor([tokens]), output_hidden_states=True).hidden_states
 
-    assert output.hidden_LRD is not None
-    for place, layer in enumerate(capture):
-        torch.testing.assert_close(output.hidden_LRD[place], hidden[layer][0], rtol=0, atol=1e-4)
+    assert output.hidden_RC is not None
+    for state_RD, layer in zip(output.hidden_RC.chunk(len(capture), dim=1), capture, strict=True):
+        torch.testing.assert_close(state_RD, hidden[layer][0], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral, window", "qwen3", "rope yarn"])
@@ -177,3 +178,42 @@ def test_embedded_logits_equal_transformers_at_every_position() -> None:
             expected_RV = oracle(torch.tensor([tokens])).logits[0]
 
         torch.testing.assert_close(all_logits(decoder, tokens), expected_RV, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral, window"])
+def test_a_tree_grown_layer_by_layer_equals_the_tree_in_one_pass(name: str, tmp_path: Path) -> None:
+    """As drafters grow it: each pass writes one depth behind the earlier ones, uncommitted."""
+    decoder = open_decoder(write_hf_checkpoint(tmp_path / "model", **VARIANTS[name]))
+    trees = [DraftTree.root(3), DraftTree.root(4)]
+    for parent, token in ((0, 5), (0, 6), (1, 7), (2, 5), (2, 8), (3, 9), (5, 10), (6, 4)):
+        trees[0].add(parent, token, 0.5)
+    for parent, token in enumerate((9, 8, 6)):  # a chain needs no mask
+        trees[1].add(parent, token, 0.5)
+    whole, grown = (decoder.new_cache(max_batch_size=2, num_slots=64) for _ in range(2))
+    for cache in (whole, grown):
+        for row, length in enumerate((21, 9)):
+            assert row == cache.allocate()
+            prompt = random_tokens(decoder.config.vocab_size, length, seed=9 + row)
+            prefill(decoder, cache, row, prompt, chunk=16)
+    at_once = [
+        Segment(row, tree.token, tree.depth, tree.ancestor_mask()) for row, tree in enumerate(trees)
+    ]
+    expected_RV = decoder.forward(at_once, whole).logits_RV
+    rows: list[dict[int, torch.Tensor]] = [{}, {}]
+    for depth in range(6):
+        segments, owners = [], []
+        for row, tree in enumerate(trees):
+            new = [node for node in range(len(tree)) if tree.depth[node] == depth]
+            if new:
+                seen = slice(new[0], new[-1] + 1)
+                mask_NN = tree.ancestor_mask()
+                mask = None if mask_NN is None else mask_NN[seen, : seen.stop]
+                segments.append(Segment(row, tree.token[seen], tree.depth[: seen.stop], mask))
+                owners += [(row, node) for node in new]
+        if segments:
+            logits_RV = decoder.forward(segments, grown).logits_RV
+            for (row, node), logits_V in zip(owners, logits_RV, strict=True):
+                rows[row][node] = logits_V
+    ordered = [rows[row][node] for row, tree in enumerate(trees) for node in range(len(tree))]
+
+    assert torch.equal(expected_RV, torch.stack(ordered))

@@ -12,7 +12,7 @@ from outrider.commands import inspection
 from outrider.config import EngineConfig
 from outrider.errors import ParameterError
 from outrider.models.architecture import RopeConfig
-from outrider.models.decoder import linear_shapes
+from outrider.models.layers import linear_shapes
 from outrider.models.loading import load
 from outrider.models.loading.cache import cache_root
 from outrider.models.machine import ResultCache, machine_key

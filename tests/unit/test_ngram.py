@@ -52,7 +52,7 @@ def step(drafter: NgramDrafter, request: Request, future: Sequence[int]) -> Verd
     tree = drafter.propose([request], [len(future)])[0]
     verdict = verdict_on(tree, future)
     request.token_ids.extend(verdict.tokens)
-    drafter.observe([request], [tree], [verdict], None)
+    drafter.observe([request], [tree], [verdict], [None])
     return verdict
 
 
@@ -188,7 +188,7 @@ class SlicedFromTheEnd(list):
 def test_a_step_reads_only_the_new_tokens():
     drafter = NgramDrafter(CHAIN)
     request = Request(0, SlicedFromTheEnd([1, 2, 3] * 50))
-    drafter.prefill(request, None)
+    drafter.admit(request)
     for new in ([1], [2, 3, 1], [2], [3, 1, 2, 3]):
         request.token_ids.extend(new)
         tree = drafter.propose([request], [6])[0]
@@ -220,7 +220,7 @@ def test_every_tree_is_valid(
     assert config.dynamic_tree_max_topK is not None
     drafter = NgramDrafter(config, max_match=6)
     request = Request(0, tokens)
-    drafter.prefill(request, None)
+    drafter.admit(request)
     while future:
         tree = drafter.propose([request], [max_depth])[0]
         children = tree.children()  # asserts distinct siblings
@@ -242,7 +242,7 @@ def test_every_tree_is_valid(
             assert sum(tree.score[child] for child in siblings.values()) < tree.score[node]
         verdict = verdict_on(tree, future)
         request.token_ids.extend(verdict.tokens)
-        drafter.observe([request], [tree], [verdict], None)
+        drafter.observe([request], [tree], [verdict], [None])
         future = future[len(verdict.tokens) :]
 
 
@@ -276,16 +276,16 @@ def test_a_request_without_a_match_or_depth_gets_the_root_alone(config: Speculat
 def test_requests_of_unequal_length_and_depth_come_and_go():
     drafter = NgramDrafter(TREE)
     first, second = Request(1, [1, 2, 1, 2, 1]), Request(2, [3, 4, 5, 3, 4, 5, 3])
-    drafter.prefill(first, None)
-    trees = drafter.propose([first, second], [3, 1])  # the second was never prefilled
+    drafter.admit(first)
+    trees = drafter.propose([first, second], [3, 1])  # the second was never admitted
 
     assert [1, 2, 1, 2] == trees[0].token[:1] + trees[0].path_tokens(3)
     assert ([3, 4], [0, 1]) == (trees[1].token, trees[1].depth)
     second.token_ids += [4]
-    drafter.observe([second], trees[1:], [Verdict((1,), (4, 9), 1)], None)
+    drafter.observe([second], trees[1:], [Verdict((1,), (4, 9), 1)], [None])
     drafter.release(first)
     drafter.release(first)
-    drafter.observe([first], trees[:1], [Verdict((), (7,), 3)], None)  # ended in this very step
+    drafter.observe([first], trees[:1], [Verdict((), (7,), 3)], [None])  # ended in this very step
 
     assert [4, 5, 3] == drafter.propose([second], [2])[0].token[:3]
     assert 1 == len(drafter._requests)
@@ -306,7 +306,7 @@ def test_copying_the_prompt_is_predicted():
     """An answer that repeats its input: only its first token is a surprise."""
     text = torch.randperm(500, generator=torch.Generator().manual_seed(3))[:120].tolist()
     drafter, request = NgramDrafter(CHAIN), Request(0, [*text, 999])
-    drafter.prefill(request, None)
+    drafter.admit(request)
     num_steps = num_emitted = 0
     while num_emitted < len(text):
         num_emitted += len(step(drafter, request, text[num_emitted:]).tokens)
@@ -407,7 +407,7 @@ def test_every_emitted_token_is_learned_from_once():
     verdict = verdict_on(tree, [2, 3, 4, 5, 1])
     request.token_ids.extend(verdict.tokens)
     for _ in range(2):  # the second time there is no proposal to judge
-        drafter.observe([request], [tree], [verdict], None)
+        drafter.observe([request], [tree], [verdict], [None])
 
         assert 4 == sum(drafter._calibration._trials.values())
         assert 4 == sum(drafter._calibration._hits.values())
@@ -463,12 +463,12 @@ def run_all(drafter: NgramDrafter, texts: Sequence[list[int]]) -> list[DraftTree
     for request_id, text in enumerate(texts):
         half = len(text) // 2 + 1
         request, future = Request(request_id, text[:half]), text[half:]
-        drafter.prefill(request, None)
+        drafter.admit(request)
         while future:
             tree = drafter.propose([request], [len(future)])[0]
             verdict = verdict_on(tree, future)
             request.token_ids.extend(verdict.tokens)
-            drafter.observe([request], [tree], [verdict], None)
+            drafter.observe([request], [tree], [verdict], [None])
             future = future[len(verdict.tokens) :]
             trees.append(tree)
         drafter.release(request)
@@ -503,7 +503,7 @@ def test_learning_does_not_depend_on_what_the_budget_cut_off(tokens, future, num
         tree = drafter.propose([request], [6])[0].best(limit, 6)
         verdict = verdict_on(tree, future)
         request.token_ids.extend(verdict.tokens)
-        drafter.observe([request], [tree], [verdict], None)
+        drafter.observe([request], [tree], [verdict], [None])
         learned.append((verdict.tokens, drafter._calibration.__dict__))
     (tokens_full, full), (tokens_cut, cut) = learned
 

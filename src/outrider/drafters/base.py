@@ -4,8 +4,17 @@ A drafter only guesses: whatever it proposes, the emitted tokens are the target'
 request's tokens and, through ``sampler``, the same noise and filters as the target, and hands
 over one :class:`~outrider.tree.DraftTree` per request.
 
-Sits below ``step``, which calls ``prefill`` once per request, then ``propose`` and ``observe`` once
-per verify step, then ``release``.
+Sits below ``step``. The engine calls ``admit``, then ``prefill`` after each pass over the prompt (a
+short prompt has none: its tokens come with the first step), ``step`` calls ``propose`` and
+``observe`` once per verify step, the engine ``release`` at the end::
+
+    position     0 ... c-1 | c ......... n-1 | n            n = len(token_ids) - 1, the root's
+    token        known     | known           | root
+    state        handed over by earlier calls| not yet there: the step computes it
+                             ^ this call's T states, positions c .. n-1
+
+Each state comes with the call in which its position was committed, so the token behind it,
+``token_ids[position + 1]``, is always known.
 """
 
 from __future__ import annotations
@@ -47,16 +56,35 @@ class DraftRequest(Protocol):
 class Drafter(Protocol):
     """Proposes trees; keeps whatever state it needs per ``request_id``."""
 
-    def prefill(self, request: DraftRequest, hidden_TD: Tensor | None) -> None:
-        """Take in a new request's prompt; ``hidden_TD`` are captured states where asked for."""
+    @property
+    def captures(self) -> tuple[int, ...]:
+        """The target's states it wants to see, as ``Decoder.forward`` names them; often none."""
+        ...
+
+    @property
+    def num_passes(self) -> int:
+        """Forward passes of a draft module so far; the unit in which drafting time is told."""
+        ...
+
+    def admit(self, request: DraftRequest) -> None:
+        """Make room for a request that is about to run."""
+        ...
+
+    def prefill(self, request: DraftRequest, num_committed: int, hidden_TC: Tensor | None) -> None:
+        """Take in the states of prompt positions that a pass committed.
+
+        ``num_committed`` is the number of positions now committed; ``hidden_TC`` are the captured
+        states of the last T of them, side by side; None where none are asked for.
+        """
         ...
 
     def propose(
-        self, requests: Sequence[DraftRequest], max_depth: Sequence[int]
+        self, requests: Sequence[DraftRequest], max_depth: Sequence[int], min_score: float = 0.0
     ) -> list[DraftTree]:
         """One tree per request, no deeper than its ``max_depth`` (0: the root alone).
 
         The root is the request's last token. ``score`` is the drafter's confidence in (0, 1].
+        Nodes below ``min_score`` would not pay: a drafter need not spend time on them.
         """
         ...
 
@@ -65,9 +93,13 @@ class Drafter(Protocol):
         requests: Sequence[DraftRequest],
         trees: Sequence[DraftTree],
         verdicts: Sequence[Verdict],
-        hidden_RD: Tensor | None,
+        hidden: Sequence[Tensor | None],
     ) -> None:
-        """Learn what the target decided; ``request.token_ids`` already holds the new tokens."""
+        """Learn what the target decided; ``request.token_ids`` already holds the new tokens.
+
+        ``hidden[b]`` are the captured states ``[T, C]`` of the positions the step committed: those
+        that prefill had left, the root's and the accepted nodes'.
+        """
         ...
 
     def release(self, request: DraftRequest) -> None:

@@ -82,6 +82,9 @@ class NgramDrafter:
         max_occurrences: of a context's occurrences, the most recent so many are counted.
     """
 
+    captures = ()
+    num_passes = 0
+
     def __init__(
         self,
         config: SpeculationConfig,
@@ -102,16 +105,18 @@ class NgramDrafter:
         self._calibration = Calibration()
         self._requests: dict[int, _RequestState] = {}
 
-    def prefill(
-        self,
-        request: DraftRequest,
-        hidden_TD: Tensor | None,  # noqa: ARG002 - the contract passes it, nothing to learn here
-    ) -> None:
+    def admit(self, request: DraftRequest) -> None:
         """Index the prompt."""
         self._state_of(request)
 
+    def prefill(self, request: DraftRequest, num_committed: int, hidden_TC: Tensor | None) -> None:
+        """Nothing to learn: the whole prompt is known from the start."""
+
     def propose(
-        self, requests: Sequence[DraftRequest], max_depth: Sequence[int]
+        self,
+        requests: Sequence[DraftRequest],
+        max_depth: Sequence[int],
+        min_score: float = 0.0,  # noqa: ARG002 - matching costs next to nothing
     ) -> list[DraftTree]:
         """One tree per request, at most ``max_depth`` and ``max_draft_len`` deep.
 
@@ -128,7 +133,7 @@ class NgramDrafter:
         requests: Sequence[DraftRequest],
         trees: Sequence[DraftTree],  # noqa: ARG002 - the plan holds also what was pruned
         verdicts: Sequence[Verdict],
-        hidden_RD: Tensor | None,  # noqa: ARG002 - the contract passes it, nothing to learn here
+        hidden: Sequence[Tensor | None],  # noqa: ARG002 - nothing to learn here
     ) -> None:
         """Count which candidates were right, along the emitted tokens."""
         for request, verdict in zip(requests, verdicts, strict=True):

@@ -1,7 +1,7 @@
 """One description of a decoder that every checkpoint format is translated into.
 
 Owns the parameters that the Llama family varies and their consistency; knows no file format (that
-is :mod:`outrider.models.loading`) and no computation (that is :mod:`outrider.models.decoder`).
+is :mod:`outrider.models.loading`) and no computation (that is :mod:`outrider.models.layers`).
 
 Weights, once loaded, carry these names whatever the file called them (``{i}`` is the layer)::
 
@@ -27,6 +27,7 @@ ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "SmolLM3ForCausalLM",
+    "MiMoForCausalLM",
 )
 
 

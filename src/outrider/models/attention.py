@@ -5,7 +5,7 @@ accumulated in float64 and rounded once to the compute dtype, so neither the num
 the slots the keys lie in, nor masked siblings between them can change a bit (the chance that two
 float64 summation orders straddle a bfloat16 rounding boundary is about 1e-13 per element).
 
-Called by :mod:`outrider.models.decoder` once per layer; :func:`reference_attention` is the plain
+Called by :mod:`outrider.models.layers` once per layer; :func:`reference_attention` is the plain
 twin that the tests hold it against.
 """
 
@@ -72,27 +72,31 @@ def visibility_bias(
 ) -> Tensor | None:
     """Additive mask ``[B, 1, T, S]`` (float64): each row sees the prefix and its ancestors.
 
-    ``ancestor_masks[b]`` is bool ``[T_b, T_b]``, None for a chain. ``depths[b]`` are the rows'
-    distances from the segment's first position. With ``window``, only the latest ``window``
-    positions (the row's own included) are visible. Returns None where every row sees every slot.
+    ``ancestor_masks[b]`` is bool ``[T_b, P_b + T_b]``, None for a chain; its first ``P_b`` columns
+    are rows of the same tree that earlier passes wrote. ``depths[b]`` are the ``P_b + T_b`` rows'
+    distances from the first position behind the prefix. With ``window``, only the latest
+    ``window`` positions (the row's own included) are visible. Returns None where every row sees
+    every slot.
     """
-    if len(slots.rows) == 1 and slots.counts[0] == 1 and window is None:
+    if len(slots.rows) == 1 and slots.counts[0] == len(depths[0]) == 1 and window is None:
         return None
     width = max(slots.counts)
     bias_BTS = torch.full((len(slots.rows), width, slots.live_len), -math.inf, dtype=torch.float64)
     for bias_TS, start, count, mask, depth in zip(
         bias_BTS, slots.starts, slots.counts, ancestor_masks, depths, strict=True
     ):
-        bias_TS[:count, :start] = 0.0
-        own_TT = bias_TS[:count, start : start + count]
-        if mask is None:
-            own_TT.copy_(torch.full((count, count), -math.inf, dtype=torch.float64).triu(1))
+        prefix = start + count - len(depth)
+        bias_TS[:count, :prefix] = 0.0
+        tree_TT = bias_TS[:count, prefix : start + count]
+        if mask is None:  # a chain: each row sees all rows before it
+            above = torch.full(tree_TT.shape, -math.inf, dtype=torch.float64)
+            tree_TT.copy_(above.triu(1 + len(depth) - count))
         else:
-            own_TT.masked_fill_(mask, 0.0)
+            tree_TT.masked_fill_(mask, 0.0)
         if window is not None:
-            row_T = start + torch.tensor(depth)
-            key_S = torch.cat([torch.arange(start), row_T])
-            is_past = row_T.unsqueeze(1) - key_S >= window
+            tree_S = prefix + torch.tensor(depth)
+            key_S = torch.cat([torch.arange(prefix), tree_S])
+            is_past = tree_S[-count:].unsqueeze(1) - key_S >= window
             bias_TS[:count, : start + count].masked_fill_(is_past, -math.inf)
         bias_TS[count:, 0] = 0.0  # padding rows look at something, so that no NaN is made
     return bias_BTS.unsqueeze(1)

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from outrider.models.architecture import DecoderConfig
-from outrider.models.decoder import Decoder, Segment, linear_shapes
+from outrider.models.decoder import Decoder
+from outrider.models.layers import Segment, linear_shapes
 from outrider.models.linear import RowPolicy, probe_rows
 from outrider.models.machine import ResultCache, machine_key
 from outrider.types import ProgressCallback

@@ -6,7 +6,7 @@ many, so a draft verified in one pass could differ in the last bit from the same
 alone, and a near tie would flip. Here every product runs in blocks of ``min_rows .. max_rows``
 rows, a range inside which :func:`probe_rows` found all rows equal, whatever their number and place.
 
-Used by :mod:`outrider.models.decoder`; knows nothing of layers, caches or requests.
+Used by :mod:`outrider.models.layers`; knows nothing of layers, caches or requests.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ cost more than the arithmetic. Layer norm is one. Over ``[x, -x]`` the mean is z
 is the mean square of x, so its first half is exactly the RMSNorm of x. Each row is computed on its
 own, whatever the number of rows.
 
-Used by :mod:`outrider.models.decoder`; ``F.rms_norm`` is the plain twin in the tests.
+Used by :mod:`outrider.models.layers`; ``F.rms_norm`` is the plain twin in the tests.
 """
 
 from __future__ import annotations
