@@ -48,6 +48,7 @@ _MODEL_TYPES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "SmolLM3ForCausalLM": "smollm3",
+    "MiMoForCausalLM": "mimo",
 }
 
 
@@ -127,7 +128,7 @@ class TinyModel:
 
         weights = {"model.embed_tokens.weight": random(self.vocab_size, self.hidden_size)}
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        is_qwen2 = self.architecture == "Qwen2ForCausalLM"
+        is_qwen2 = self.architecture in ("Qwen2ForCausalLM", "MiMoForCausalLM")
         has_bias = self.attention_bias or is_qwen2
         linears = {
             "self_attn.q_proj": (queries, self.hidden_size, has_bias),

@@ -33,7 +33,19 @@ class Method(StrEnum):
     EAGLE3 = "eagle3"
 
 
-AVAILABLE_METHODS = (Method.OFF, Method.NGRAM)
+class Accept(StrEnum):
+    """The acceptance rules.
+
+    ``coupled``: the target's pick under the shared noise, whatever was drafted. ``rejection``: the
+    field's classic, a test of target against draft probability with residual correction.
+    """
+
+    COUPLED = "coupled"
+    REJECTION = "rejection"
+
+
+# Methods that read a checkpoint of their own; MTP's may be inside the target's.
+METHODS_WITH_HEAD = (Method.DRAFT, Method.MEDUSA, Method.MTP, Method.EAGLE3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +72,8 @@ class SamplingParams:
         stop: strings that end the text; the text is cut before them.
         stop_token_ids: further ids that end the text like an end-of-sequence token.
         ignore_eos: go on past the model's own end-of-sequence tokens.
+        accept: how drafts are accepted when sampling; both rules leave the target's law as it is,
+            but only under ``coupled`` does a seed give the same text whatever is drafted.
 
     Raises:
         ParameterError: a value is out of range; the message names it and the range.
@@ -80,6 +94,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    accept: Accept = Accept.COUPLED
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0.0, 100.0)
@@ -104,6 +119,8 @@ class SamplingParams:
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0, 2**31 - 1)
         _flag("ignore_eos", self.ignore_eos)
+        _one_of("accept", self.accept, tuple(Accept))
+        object.__setattr__(self, "accept", Accept(self.accept))
         if not isinstance(self.logit_bias, Mapping):
             raise ParameterError(
                 f"logit_bias: {self.logit_bias!r} does not map token ids to numbers"
@@ -117,6 +134,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """True when no noise is drawn."""
         return self.temperature == 0.0
+
+    @property
+    def uses_rejection(self) -> bool:
+        """True when drafts are accepted by the ``rejection`` rule; greedily, both are one walk."""
+        return self.accept is Accept.REJECTION and not self.is_greedy
 
     @property
     def has_penalties(self) -> bool:
@@ -137,6 +159,13 @@ class SpeculationConfig:
     excluded), where ``max_draft_len <= max_total_draft_tokens <= topK * max_draft_len``.
     None chooses the upper bound. ``dynamic_tree_max_topK = 1`` is a chain.
 
+    ``block_verification`` accepts a sampled chain as a whole under the ``rejection`` rule (Sun et
+    al. 2025), which keeps a little more of it than token by token.
+
+    ``head`` names the draft head or, for ``draft``, the draft model: a folder, a file or a name.
+    For ``mtp``, None takes the module inside the target's own checkpoint. ``with_ngram`` lets
+    n-gram add its guesses to the head's, within ``max_total_draft_tokens``.
+
     Raises:
         ParameterError: names the rule, the value and the allowed range.
     """
@@ -147,6 +176,9 @@ class SpeculationConfig:
     dynamic_tree_max_topK: int | None = None
     max_total_draft_tokens: int | None = None
     adaptive: bool = True
+    block_verification: bool = True
+    head: str | None = None
+    with_ngram: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -154,13 +186,11 @@ class SpeculationConfig:
         except ValueError:
             allowed = ", ".join(Method)
             raise ParameterError(f"method: {self.method!r} is not one of {allowed}") from None
-        if self.method not in AVAILABLE_METHODS:
-            allowed = ", ".join(AVAILABLE_METHODS)
-            raise ParameterError(
-                f"method: {self.method} is not available in this version; use one of {allowed}"
-            )
         _flag("use_dynamic_tree", self.use_dynamic_tree)
         _flag("adaptive", self.adaptive)
+        _flag("block_verification", self.block_verification)
+        _flag("with_ngram", self.with_ngram)
+        self._check_head()
         _whole("max_draft_len", self.max_draft_len, 1, 128)
         topk = self.dynamic_tree_max_topK
         if topk is None:
@@ -181,6 +211,31 @@ class SpeculationConfig:
                 f"{self.max_draft_len} .. {bound}"
             )
         object.__setattr__(self, "max_total_draft_tokens", total)
+
+    def _check_head(self) -> None:
+        """What the method needs beside the target, and what it cannot use."""
+        readers = ", ".join(METHODS_WITH_HEAD)
+        if self.head is not None and (not isinstance(self.head, str) or not self.head):
+            raise ParameterError(f"head: {self.head!r} is not a folder, a file or a name")
+        if self.head is not None and self.method not in METHODS_WITH_HEAD:
+            raise ParameterError(
+                f"head: {self.head!r} cannot be used by method {self.method}; choose one of "
+                f"{readers}, or leave out the head"
+            )
+        if self.head is None and self.method in METHODS_WITH_HEAD and self.method != Method.MTP:
+            what = "draft model" if self.method is Method.DRAFT else "draft head"
+            raise ParameterError(
+                f"method: {self.method} needs a {what}; give one with head (--head)"
+            )
+        if self.with_ngram and self.method not in METHODS_WITH_HEAD:
+            raise ParameterError(
+                f"with_ngram: method {self.method} has nothing to add n-gram to; choose one of "
+                f"{readers}"
+            )
+        if self.method is Method.OFF and self.use_dynamic_tree:
+            raise ParameterError(
+                "use_dynamic_tree: method off drafts no tree; choose another method"
+            )
 
     @property
     def num_draft_tokens(self) -> int:

@@ -39,6 +39,7 @@ class Engine:
         drafter: what proposes; None decodes plainly.
         max_draft_tokens: most nodes one request verifies in a step, root excluded.
         costs: the target's cost table; None verifies everything drafted.
+        uses_blocks: the ``rejection`` rule takes drawn chains as a whole.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Engine:
         drafter: Drafter | None,
         max_draft_tokens: int,
         costs: CostTable | None,
+        uses_blocks: bool = True,
     ) -> None:
         self.max_model_len = max_model_len
         self.lock = threading.RLock()
@@ -61,6 +63,7 @@ class Engine:
         self._eos_ids = eos_ids
         self._prefill_chunk = config.prefill_chunk
         self._drafter = drafter
+        self._uses_blocks = uses_blocks
         self._cache = target.new_cache(
             max_batch_size=config.max_batch_size,
             num_slots=max_model_len + max_draft_tokens,
@@ -119,7 +122,12 @@ class Engine:
                 return [], None
             try:
                 record = speculative_step(
-                    running, self._target, self._cache, self._drafter, self._budget
+                    running,
+                    self._target,
+                    self._cache,
+                    self._drafter,
+                    self._budget,
+                    uses_blocks=self._uses_blocks,
                 )
             except BaseException:
                 # Interrupted half-way (Ctrl-C, memory), cache and texts may be out of step.

@@ -17,7 +17,6 @@ import torch
 
 from outrider.budget import CostTable, measure_costs
 from outrider.config import EngineConfig, SamplingParams, SpeculationConfig
-from outrider.drafters import create_drafter
 from outrider.engine import Engine
 from outrider.errors import ParameterError, PromptError
 from outrider.models.architecture import DecoderConfig
@@ -35,6 +34,13 @@ from outrider.models.machine import (
     processor_name,
 )
 from outrider.models.memory import MemoryPlan, plan_memory
+from outrider.pairing import (
+    OpenedDrafter,
+    TargetFiles,
+    build_drafter,
+    drafter_items,
+    open_drafter,
+)
 from outrider.scheduler import Request
 from outrider.types import Completion, ProgressCallback, TextChunk, Usage
 
@@ -51,7 +57,7 @@ class _LoadedModel:
     """What several :class:`LLM` objects share when only their speculation differs."""
 
     target: Decoder
-    tokenizer: Tokenizer
+    files: TargetFiles
     fingerprint: Fingerprint
     costs: CostTable
     engine: EngineConfig
@@ -88,16 +94,25 @@ class LLM:
             torch.set_num_threads(engine.threads)
         path = resolve(model, pull=True, on_progress=on_progress)
         checkpoint = load(path, on_progress=on_progress)
-        self.memory_plan = _plan(checkpoint.config, speculation, engine)
-        self.memory_plan.check()
-        self._loaded = _load_model(checkpoint, engine, on_progress)
+        files = TargetFiles(path, checkpoint.config, checkpoint.tokenizer)
+        opened = None
+        try:
+            opened = open_drafter(speculation, files, on_progress)
+            self.memory_plan = _plan(files, speculation, engine, opened)
+            self.memory_plan.check()
+            self._loaded = _load_model(checkpoint, files, engine, on_progress)
+        except BaseException:
+            checkpoint.weights.close()
+            if opened is not None:
+                opened.close()
+            raise
         self.speculation = speculation
-        self._engine = _new_engine(self._loaded, speculation)
+        self._engine = _new_engine(self._loaded, speculation, opened)
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokeniser and chat template."""
-        return self._loaded.tokenizer
+        return self._loaded.files.tokenizer
 
     @property
     def config(self) -> DecoderConfig:
@@ -121,14 +136,21 @@ class LLM:
 
         Raises:
             CapacityError: a second cache does not fit.
+            OutriderError: as at construction, for what the drafter reads.
         """
         _check_type("speculation", speculation, SpeculationConfig)
         other = object.__new__(LLM)
         other._loaded = self._loaded
-        other.memory_plan = _plan(self.config, speculation, self._loaded.engine)
-        other.memory_plan.without_weights().check()
+        opened = open_drafter(speculation, self._loaded.files, None)
+        try:
+            other.memory_plan = _plan(self._loaded.files, speculation, self._loaded.engine, opened)
+            other.memory_plan.without_weights().check()
+        except BaseException:
+            if opened is not None:
+                opened.close()
+            raise
         other.speculation = speculation
-        other._engine = _new_engine(self._loaded, speculation)
+        other._engine = _new_engine(self._loaded, speculation, opened)
         return other
 
     def generate(
@@ -251,20 +273,39 @@ class LLM:
 
 
 def _plan(
-    config: DecoderConfig, speculation: SpeculationConfig, engine: EngineConfig
+    files: TargetFiles,
+    speculation: SpeculationConfig,
+    engine: EngineConfig,
+    opened: OpenedDrafter | None,
 ) -> MemoryPlan:
-    return plan_memory(
-        config,
-        dtype=resolve_dtype(engine.dtype),
+    dtype = resolve_dtype(engine.dtype)
+    max_model_len = resolve_max_model_len(files.config, engine)
+    plan = plan_memory(
+        files.config,
+        dtype=dtype,
         max_batch_size=engine.max_batch_size,
-        max_model_len=resolve_max_model_len(config, engine),
+        max_model_len=max_model_len,
         max_draft_tokens=speculation.num_draft_tokens,
         prefill_chunk=engine.prefill_chunk,
+    )
+    if opened is None:
+        return plan
+    return plan.plus(
+        drafter_items(
+            opened.source,
+            speculation,
+            dtype=dtype,
+            max_batch_size=engine.max_batch_size,
+            max_model_len=max_model_len,
+        )
     )
 
 
 def _load_model(
-    checkpoint: LoadedCheckpoint, engine: EngineConfig, on_progress: ProgressCallback | None
+    checkpoint: LoadedCheckpoint,
+    files: TargetFiles,
+    engine: EngineConfig,
+    on_progress: ProgressCallback | None,
 ) -> _LoadedModel:
     """Probe, load, test and time, in this order."""
     config = checkpoint.config
@@ -294,7 +335,7 @@ def _load_model(
         is_exact=exact,
     )
     costs = _cost_table(target, weights_hash, max_model_len, results, on_progress)
-    return _LoadedModel(target, checkpoint.tokenizer, fingerprint, costs, engine, max_model_len)
+    return _LoadedModel(target, files, fingerprint, costs, engine, max_model_len)
 
 
 def _cost_table(
@@ -314,16 +355,26 @@ def _cost_table(
     return costs
 
 
-def _new_engine(loaded: _LoadedModel, speculation: SpeculationConfig) -> Engine:
+def _new_engine(
+    loaded: _LoadedModel, speculation: SpeculationConfig, opened: OpenedDrafter | None
+) -> Engine:
+    tokenizer = loaded.files.tokenizer
     return Engine(
         loaded.target,
-        decoder=loaded.tokenizer,
-        eos_ids=loaded.tokenizer.eos_ids,
+        decoder=tokenizer,
+        eos_ids=tokenizer.eos_ids,
         config=loaded.engine,
         max_model_len=loaded.max_model_len,
-        drafter=create_drafter(speculation),
+        drafter=build_drafter(
+            speculation,
+            opened,
+            loaded.target,
+            max_batch_size=loaded.engine.max_batch_size,
+            max_model_len=loaded.max_model_len,
+        ),
         max_draft_tokens=speculation.num_draft_tokens,
         costs=loaded.costs if speculation.adaptive else None,
+        uses_blocks=speculation.block_verification,
     )
 
 

@@ -12,6 +12,12 @@ vocabulary's size::
     counter  = (1 + v // 4, 0, position, 0)          lane v % 4 of that block
 
 ``position`` is the absolute position that the drawn token will occupy, prompt included.
+
+The ``rejection`` rule needs single uniforms instead, with a purpose of their own in the key::
+
+    counter  = (1, 0, position, origin)              lane 0 of that block
+
+``origin`` is the number of the request's tokens when the step began.
 """
 
 from __future__ import annotations
@@ -30,7 +36,10 @@ _GROUP = 64
 class Purpose(IntEnum):
     """What a stream of noise is for; part of the key, so that no two purposes share a word."""
 
-    TARGET = 0
+    TARGET = 0  # the shared Gumbel vectors
+    DRAFT = 1  # which token is drafted, where the draft is drawn
+    COIN = 2  # whether a drawn draft is accepted
+    RESIDUAL = 3  # the token that is emitted instead, and the bonus
 
 
 def philox_key(seed: int, choice: int, purpose: Purpose = Purpose.TARGET) -> tuple[int, int]:
@@ -65,6 +74,22 @@ def gumbel_from_words(words: np.ndarray) -> np.ndarray:
     # good near 1 as log1p. One rounding to float32, at the end.
     uniform = ((words >> np.uint64(12)) + 0.5) * 2.0**-52
     return -np.log(-np.log(uniform)).astype(np.float32)
+
+
+def uniform(seed: int, choice: int, purpose: Purpose, position: int, origin: int) -> float:
+    """One number, uniform on the multiples of 2**-53 in [0, 1); a function of its arguments.
+
+    ``origin`` is the number of the request's tokens when the step began. Block verification
+    decides by the coins and drafts of depths that it then rejects, so what was drawn for a position
+    in one step is no longer random in the next and must not be used there again.
+    """
+    assert purpose is not Purpose.TARGET, "the Gumbel vectors use those words"
+    assert 0 <= origin <= position < 2**64
+    philox = np.random.Philox(
+        key=np.array(philox_key(seed, choice, purpose), dtype=np.uint64),
+        counter=np.array([0, 0, position, origin], dtype=np.uint64),
+    )
+    return int(philox.random_raw() >> 11) * 2.0**-53
 
 
 class GumbelNoise:

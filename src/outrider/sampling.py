@@ -1,47 +1,37 @@
 """The target's sampler: one pick per tree node, each given the node's own prefix.
 
-Owns penalties, filters and the argmax. Below ``verify`` in the flow; takes logits and token ids,
-knows neither models nor caches. A pick is
+Owns what a request's picks depend on: its parameters, its seed and its noise. Below ``verify`` in
+the flow; takes logits and token ids, knows neither models nor caches. A pick is
 
     argmax( warp(logits of the node, prefix of the node) + noise(seed, choice, position) )
 
 where ``warp`` applies, in this order: repetition, presence and frequency penalties, logit bias,
 forbidden ids (``min_tokens``), temperature, top-k, top-p, min-p. At temperature 0 the filters and
 the noise fall away. Ties go to the lowest id. Plain decoding, the first token after prefill and
-every node of a draft tree come through here, so they cannot differ.
-
-Rows are worked on one at a time, as numpy vectors of one length: what is picked for a row cannot
-depend on the rows beside it or on torch's thread count, and numpy's argmax, sort and comparisons
-on one row are several times faster than torch's.
+every node of a draft tree come through here, so they cannot differ. The ``rejection`` rule takes
+the law itself, softmax(warp), and a drafter warps its own logits in the same way.
 """
 
 from __future__ import annotations
 
-import math
 import secrets
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias, overload
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar, overload
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.config import SamplingParams
 from outrider.errors import ParameterError
 from outrider.noise import GumbelNoise
 from outrider.tree import DraftTree
+from outrider.vocabulary import DraftVocabulary
+from outrider.warping import Prefix, Row, Warp, softmax
 
 NOT_FINITE = -1
 
-Row: TypeAlias = NDArray[np.float32]
-"""One node's logits ``[V]``."""
-
-_LARGEST = np.finfo(np.float32).max
-# Smaller settings would round to zero in float32 and turn infinities into NaN.
-_SMALLEST = float(np.finfo(np.float32).tiny)
+Value = TypeVar("Value")
 
 
 def argmax_rows(logits_RV: Tensor) -> list[int]:
@@ -54,62 +44,6 @@ def argmax_rows(logits_RV: Tensor) -> list[int]:
     ids = logits.argmax(axis=1)  # a NaN counts as the largest
     is_finite = np.isfinite(logits[np.arange(len(logits)), ids])
     return np.where(is_finite, ids, NOT_FINITE).tolist()
-
-
-def keep_top_k(row: Row, top_k: int) -> Row:
-    """Mask all but the ``top_k`` largest logits; what ties with the k-th stays."""
-    if top_k <= 0 or top_k >= row.size:
-        return row
-    kth = np.partition(row, row.size - top_k)[row.size - top_k]
-    return np.where(row < kth, np.float32(-np.inf), row)
-
-
-def keep_top_p(row: Row, top_p: float) -> Row:
-    """Mask all but the nucleus: the fewest likeliest tokens whose probability reaches ``top_p``.
-
-    The order is by falling logit, then by id; the first token always stays (Holtzman et al. 2019,
-    "The curious case of neural text degeneration"). The largest logit must be 0.
-    """
-    if top_p >= 1.0:
-        return row
-    weight = np.exp(row.astype(np.float64))
-    total = weight.sum()
-    # Sorting the vocabulary is avoided: if a token is in the nucleus and not its first, the mass
-    # before it is below top_p, so it and the at most V - 1 tokens after it, none likelier, hold
-    # more than 1 - top_p: it alone has more than (1 - top_p) / V. The first has at least 1 / V.
-    # The factor leaves room for rounding.
-    floor = (1.0 - 1e-9) * (1.0 - top_p) / row.size * total
-    falling = np.sort(row[weight >= floor])[::-1]
-    mass = np.cumsum(np.exp(falling.astype(np.float64)))
-    num_kept = int(np.searchsorted(mass, top_p * total)) + 1
-    last = falling[min(num_kept, falling.size) - 1]
-    is_kept = row >= last
-    num_extra = np.count_nonzero(is_kept) - num_kept
-    if num_extra > 0:  # of the tokens that tie with the last one, the highest ids go
-        is_kept[np.flatnonzero(row == last)[-num_extra:]] = False
-    return np.where(is_kept, row, np.float32(-np.inf))
-
-
-def keep_min_p(row: Row, min_p: float) -> Row:
-    """Mask tokens less than ``min_p`` times as likely as the likeliest; largest logit must be 0."""
-    if min_p <= 0.0:
-        return row
-    return np.where(row.astype(np.float64) < math.log(min_p), np.float32(-np.inf), row)
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefix:
-    """A request's tokens up to the root, counted once for all rows of a step.
-
-    ``count`` has the occurrences in the output; ``penalised`` are the ids that penalties touch,
-    and ``subtract`` what presence and frequency take from each.
-    """
-
-    num_tokens: int
-    num_output: int
-    count: Counter[int]
-    penalised: NDArray[np.int64]
-    subtract: Row
 
 
 class RequestSampler:
@@ -141,18 +75,14 @@ class RequestSampler:
         self.seed = secrets.randbits(64) if params.seed is None else params.seed
         self.noise = GumbelNoise(self.seed, params.choice, vocab_size)
         self._vocab_size = vocab_size
-        self._prompt_len = len(prompt_ids)
-        self._prompt_set = frozenset(prompt_ids if params.repetition_penalty != 1.0 else ())
-        self._repetition = max(params.repetition_penalty, _SMALLEST)
-        self._temperature = max(params.temperature, _SMALLEST)
-        self._bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
-        self._bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
-        self._forbidden = _forbidden_ids(params, vocab_size, eos_ids)
+        self._prompt_ids = tuple(prompt_ids)
+        self._forbidden_ids = _forbidden_ids(params, vocab_size, eos_ids)
+        self._warp = Warp(params, self._prompt_ids, self._forbidden_ids)
         self.is_raw_argmax = (
             params.is_greedy
             and not params.has_penalties
             and not params.logit_bias
-            and not self._forbidden.size
+            and not self._forbidden_ids
         )
 
     def picks(self, logits_NV: Tensor, token_ids: Sequence[int], tree: DraftTree) -> Sequence[int]:
@@ -162,7 +92,7 @@ class RequestSampler:
         it before the logits are overwritten.
         """
         assert logits_NV.shape == (len(tree), self._vocab_size)
-        return _Picks(self, logits_NV, self._prefix(token_ids), tree)
+        return _PerNode(self._pick, logits_NV, self._warp.prefix(token_ids), tree)
 
     def choose(self, logits_NV: Tensor, token_ids: Sequence[int], tree: DraftTree) -> list[int]:
         """The target's pick after each node of the tree; -1 where its logits are not finite.
@@ -180,16 +110,39 @@ class RequestSampler:
         largest is 0 and masked tokens are minus infinity: the softmax is the law of the pick.
         The logits must be finite in the sense of :func:`argmax_rows`.
         """
-        return torch.from_numpy(self._warp(_row(logits_V), self._prefix(token_ids), ()))
+        return torch.from_numpy(self._warp(_row(logits_V), self._warp.prefix(token_ids), ()))
+
+    def laws(
+        self, logits_NV: Tensor, token_ids: Sequence[int], tree: DraftTree
+    ) -> Sequence[Row | None]:
+        """The probabilities from which the token after each node is drawn; float32 ``[V]`` each.
+
+        Arguments and laziness as for :meth:`picks`; None where the logits are not finite. Only for
+        a temperature above 0.
+        """
+        assert logits_NV.shape == (len(tree), self._vocab_size)
+        assert not self.params.is_greedy
+        return _PerNode(self._law, logits_NV, self._warp.prefix(token_ids), tree)
+
+    def draft_view(self, token_ids: Sequence[int], vocabulary: DraftVocabulary | None) -> DraftView:
+        """This request's parameters and noise, for the logits of a drafter.
+
+        ``token_ids`` is the prompt and all emitted tokens, the tree's root last; ``vocabulary`` is
+        the drafter's, None where it is the target's own.
+        """
+        assert vocabulary is None or vocabulary.target_size == self._vocab_size
+        warp = Warp(self.params, self._prompt_ids, self._forbidden_ids, vocabulary)
+        noise = None if self.params.is_greedy else self.noise
+        return DraftView(warp, warp.prefix(token_ids), noise, vocabulary)
 
     def release(self, position: int) -> None:
         """Forget the noise of positions before this one: their tokens are committed."""
         self.noise.release_before(position)
 
-    def _pick(self, logits_V: Tensor, prefix: _Prefix, path: Sequence[int]) -> int:
+    def _pick(self, logits_V: Tensor, prefix: Prefix, path: Sequence[int]) -> int:
         """The pick of one row whose prefix goes on with ``path``."""
         row = _row(logits_V)
-        if not np.isfinite(row.max()):  # a NaN counts as the largest
+        if not _is_finite(row):
             return NOT_FINITE
         if self.is_raw_argmax:
             return int(row.argmax())
@@ -198,108 +151,109 @@ class RequestSampler:
             row += self.noise.at(prefix.num_tokens + len(path)).numpy()
         return int(row.argmax())
 
-    def _warp(self, logits: Row, prefix: _Prefix, path: Sequence[int]) -> Row:
-        """One row through the whole chain; always a fresh array."""
-        row = logits.copy()
-        if self.params.has_penalties:
-            self._penalise(row, prefix, path)
-        row[self._bias_ids] += self._bias
-        if prefix.num_output + len(path) < self.params.min_tokens:
-            row = self._forbid(row)
-        if self.params.is_greedy:
-            return row
-        # The softmax does not see a shift; with the largest at 0 a low temperature neither
-        # overflows nor costs the likely tokens their precision when noise is added.
-        with np.errstate(over="ignore"):  # towards minus infinity, as it should
-            row -= row.max()
-            row /= self._temperature
-        row = keep_top_k(row, self.params.top_k)
-        return keep_min_p(keep_top_p(row, self.params.top_p), self.params.min_p)
-
-    def _prefix(self, token_ids: Sequence[int]) -> _Prefix:
-        """Count the tokens up to the root."""
-        count = Counter(token_ids[self._prompt_len :] if self.params.has_penalties else ())
-        penalised = list(self._prompt_set | count.keys())
-        return _Prefix(
-            num_tokens=len(token_ids),
-            num_output=len(token_ids) - self._prompt_len,
-            count=count,
-            penalised=np.array(penalised, dtype=np.int64),
-            subtract=self._subtractions(count[token] for token in penalised),
-        )
-
-    def _subtractions(self, counts: Iterable[int]) -> Row:
-        """What presence and frequency penalties take away after so many occurrences."""
-        presence, frequency = self.params.presence_penalty, self.params.frequency_penalty
-        return np.array(
-            [presence * (count > 0) + frequency * count for count in counts], dtype=np.float32
-        )
-
-    def _penalise(self, row: Row, prefix: _Prefix, path: Sequence[int]) -> None:
-        """Penalise, in place, what the prefix holds and what the path adds to it."""
-        # The path's ids are redone from the untouched logits, so that a step's shared counts
-        # need no copy per node.
-        added = Counter(path)
-        path_ids = list(added)
-        subtract = self._subtractions(prefix.count[token] + added[token] for token in path_ids)
-        path_values = self._penalised(row[path_ids], subtract) if path_ids else None
-        row[prefix.penalised] = self._penalised(row[prefix.penalised], prefix.subtract)
-        if path_values is not None:
-            row[path_ids] = path_values
-
-    def _penalised(self, values: Row, subtract: Row) -> Row:
-        """Repetition, then presence and frequency penalties, on the logits of seen tokens."""
-        with np.errstate(over="ignore"):
-            scaled = np.where(values > 0, values / self._repetition, values * self._repetition)
-        finite = np.clip(scaled - subtract, -_LARGEST, _LARGEST)
-        return np.where(np.isneginf(values), values, finite)
-
-    def _forbid(self, row: Row) -> Row:
-        """Mask, in place, the ids that would end the text, unless nothing else is possible."""
-        held_back = row[self._forbidden]
-        row[self._forbidden] = -np.inf
-        if np.isneginf(row.max()):
-            row[self._forbidden] = held_back
-        return row
+    def _law(self, logits_V: Tensor, prefix: Prefix, path: Sequence[int]) -> Row | None:
+        """The law of the pick of one row whose prefix goes on with ``path``."""
+        row = _row(logits_V)
+        return softmax(self._warp(row, prefix, path)) if _is_finite(row) else None
 
 
-class _Picks(Sequence[int]):
-    """The target's picks after the nodes of one tree: computed on demand, then kept."""
+class DraftView:
+    """A request as its drafter sees it, for one step: its parameters and noise on draft logits.
+
+    Rows are over the drafter's own vocabulary; ``path`` holds the tokens below the root, in the
+    target's ids, after which the row's token would come.
+
+    Attributes:
+        num_tokens: the request's tokens, root included; where a child of the root would stand.
+    """
 
     def __init__(
-        self, sampler: RequestSampler, logits_NV: Tensor, prefix: _Prefix, tree: DraftTree
+        self,
+        warp: Warp,
+        prefix: Prefix,
+        noise: GumbelNoise | None,
+        vocabulary: DraftVocabulary | None,
     ) -> None:
-        self._sampler = sampler
+        self.num_tokens = prefix.num_tokens
+        self._warp = warp
+        self._prefix = prefix
+        self._noise = noise
+        self._vocabulary = vocabulary
+
+    def warp(self, logits_W: Tensor | Row, path: Sequence[int]) -> Row:
+        """Draft logits after the request's penalties and filters; a new float32 ``[W]``.
+
+        All minus infinity where the logits are not finite: such a row proposes nothing.
+        """
+        row = _row(logits_W)
+        if not _is_finite(row):
+            return np.full_like(row, -np.inf)
+        return self._warp(row, self._prefix, path)
+
+    def noise(self, depth: int) -> Row | None:
+        """The target's own noise for the children of a node at ``depth``; None if there is none.
+
+        Float32 ``[W]``; not to be written to.
+        """
+        if self._noise is None:
+            return None
+        noise_V = self._noise.at(self.num_tokens + depth).numpy()
+        return noise_V if self._vocabulary is None else noise_V[self._vocabulary.ids_W]
+
+    def probs(self, logits_W: Tensor | Row, path: Sequence[int]) -> Row:
+        """The softmax of :meth:`warp`; all 0 where the logits are not finite."""
+        row = self.warp(logits_W, path)
+        return softmax(row) if _is_finite(row) else np.zeros_like(row)
+
+
+class _PerNode(Sequence[Value]):
+    """A value for each node of one tree, from its row and path: made on demand, then kept."""
+
+    def __init__(
+        self,
+        make: Callable[[Tensor, Prefix, Sequence[int]], Value],
+        logits_NV: Tensor,
+        prefix: Prefix,
+        tree: DraftTree,
+    ) -> None:
+        self._make = make
         self._logits_NV = logits_NV
         self._prefix = prefix
         self._tree = tree
-        self._known: dict[int, int] = {}
+        self._known: dict[int, Value] = {}
 
     def __len__(self) -> int:
         return len(self._tree)
 
     @overload
-    def __getitem__(self, index: int) -> int: ...
+    def __getitem__(self, index: int) -> Value: ...
     @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
+    def __getitem__(self, index: slice) -> list[Value]: ...
+    def __getitem__(self, index: int | slice) -> Value | list[Value]:
         if isinstance(index, slice):
             return [self[node] for node in range(len(self))[index]]
         node = range(len(self))[index]
         if node not in self._known:
             path = self._tree.path_tokens(node)
-            self._known[node] = self._sampler._pick(self._logits_NV[node], self._prefix, path)
+            self._known[node] = self._make(self._logits_NV[node], self._prefix, path)
         return self._known[node]
 
 
-def _row(logits_V: Tensor) -> Row:
+def _is_finite(row: Row) -> bool:
+    """Whether a row has a largest entry; a NaN counts as the largest."""
+    return bool(np.isfinite(row.max()))
+
+
+def _row(logits_V: Tensor | Row) -> Row:
     """The logits as a numpy row, without a copy where they are float32 on the CPU."""
+    if isinstance(logits_V, np.ndarray):
+        return logits_V.astype(np.float32, copy=False)
     return logits_V.to(device="cpu", dtype=torch.float32).numpy()
 
 
 def _forbidden_ids(
     params: SamplingParams, vocab_size: int, eos_ids: frozenset[int]
-) -> NDArray[np.int64]:
+) -> tuple[int, ...]:
     """The ids that ``min_tokens`` holds back: what would end the text; none without it."""
     ids = set(params.stop_token_ids)
     if not params.ignore_eos:
@@ -311,7 +265,7 @@ def _forbidden_ids(
             f"min_tokens: {params.min_tokens} forbids all {vocab_size} tokens of the vocabulary, "
             "since each ends the text; use min_tokens 0 or fewer stop_token_ids"
         )
-    return np.array(sorted(ids), dtype=np.int64)
+    return tuple(sorted(ids))
 
 
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:

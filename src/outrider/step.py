@@ -1,4 +1,4 @@
-"""One speculative step: propose, forward, choose, accept, commit, emit.
+"""One speculative step: propose, forward, judge, commit, emit.
 
 Owns the order of the algorithm and nothing else. Called by the engine for all requests that decode;
 a request that drafts nothing takes the same path with a tree of its root alone, which is plain
@@ -15,9 +15,11 @@ import torch
 
 from outrider.budget import Budget
 from outrider.drafters.base import Drafter
+from outrider.draws import Draws
 from outrider.kv_cache import KVCache
 from outrider.models.decoder import Decoder, ForwardOutput
 from outrider.models.layers import Segment
+from outrider.rejection import verify
 from outrider.sampling import argmax_rows
 from outrider.scheduler import Request
 from outrider.tree import DraftTree
@@ -31,8 +33,13 @@ def speculative_step(
     cache: KVCache,
     drafter: Drafter | None,
     budget: Budget,
+    *,
+    uses_blocks: bool = True,
 ) -> StepRecord:
-    """Advance every request by at least one token; ended ones carry their ``finish_reason``."""
+    """Advance every request by at least one token; ended ones carry their ``finish_reason``.
+
+    ``uses_blocks``: the ``rejection`` rule takes drawn chains as a whole.
+    """
     started = time.perf_counter()
     passes_before = 0 if drafter is None else drafter.num_passes
     committed = [cache.committed(request.row) for request in requests]
@@ -44,8 +51,7 @@ def speculative_step(
     segments = [_segment(*pair, cache) for pair in zip(requests, trees, strict=True)]
     output = target.forward(segments, cache, capture=() if drafter is None else drafter.captures)
     hidden = _split(output)
-    picks, is_tainted = choose(requests, trees, output.logits_RV)
-    verdicts = [walk(tree, picked) for tree, picked in zip(trees, picks, strict=True)]
+    verdicts, is_tainted = judge(requests, trees, output.logits_RV, uses_blocks)
     for b in range(len(requests)):
         if is_tainted[b] and trees[b].num_drafted:
             verdicts[b], hidden[b] = decode_alone(requests[b], trees[b], target, cache, drafter)
@@ -84,26 +90,42 @@ def propose(
     return trees
 
 
-def choose(
-    requests: Sequence[Request], trees: Sequence[DraftTree], logits_RV: torch.Tensor
-) -> tuple[list[Sequence[int]], list[bool]]:
-    """The target's own pick at every node: argmax of warped logits plus the position's noise.
+def judge(
+    requests: Sequence[Request],
+    trees: Sequence[DraftTree],
+    logits_RV: torch.Tensor,
+    uses_blocks: bool,
+) -> tuple[list[Verdict], list[bool]]:
+    """What each request's rule accepts of its tree, and what it emits.
 
     Also says for each request whether any of its rows, on the path or off it, is not finite.
     """
     raw = argmax_rows(logits_RV)
-    picks: list[Sequence[int]] = []
+    verdicts = []
     is_tainted = []
     first = 0
     for request, tree in zip(requests, trees, strict=True):
         rows = slice(first, first + len(tree))
         first += len(tree)
         is_tainted.append(-1 in raw[rows])
-        if request.sampler.is_raw_argmax:
-            picks.append(raw[rows])
+        if request.params.uses_rejection:
+            verdicts.append(_reject(request, tree, logits_RV[rows], uses_blocks))
+        elif request.sampler.is_raw_argmax:
+            verdicts.append(walk(tree, raw[rows]))
         else:
-            picks.append(request.sampler.picks(logits_RV[rows], request.token_ids, tree))
-    return picks, is_tainted
+            picks = request.sampler.picks(logits_RV[rows], request.token_ids, tree)
+            verdicts.append(walk(tree, picks))
+    return verdicts, is_tainted
+
+
+def _reject(
+    request: Request, tree: DraftTree, logits_NV: torch.Tensor, uses_blocks: bool
+) -> Verdict:
+    """The ``rejection`` rule, on draws that belong to this step alone."""
+    laws = request.sampler.laws(logits_NV, request.token_ids, tree)
+    num_tokens = len(request.token_ids)
+    draws = Draws(request.sampler.seed, request.params.choice, num_tokens)
+    return verify(tree, laws, draws, num_tokens=num_tokens, uses_blocks=uses_blocks)
 
 
 def decode_alone(
@@ -118,8 +140,7 @@ def decode_alone(
     root = DraftTree.root(tree.token[0])
     capture = () if drafter is None else drafter.captures
     output = target.forward([_segment(request, root, cache)], cache, capture=capture)
-    (picks,), _ = choose([request], [root], output.logits_RV)
-    verdict = walk(root, picks)
+    (verdict,), _ = judge([request], [root], output.logits_RV, uses_blocks=False)
     judged = Verdict(verdict.path, verdict.tokens, tree.num_drafted, verdict.is_finite)
     return judged, output.hidden_RC
 

@@ -18,9 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -30,12 +32,17 @@ class DraftTree:
 
     ``score`` is the drafter's own confidence that the node is on the accepted path, in (0, 1];
     it falls along a path. The root's is 1.
+
+    ``drawn`` holds, for each node whose token was drawn at random, the float32 probabilities
+    ``[V]`` it was drawn from; at most one child of a node. Every other node is a fixed guess:
+    certain once its prefix is known. Only the ``rejection`` rule tells the two apart.
     """
 
     token: list[int]
     parent: list[int] = field(default_factory=lambda: [-1])
     depth: list[int] = field(default_factory=lambda: [0])
     score: list[float] = field(default_factory=lambda: [1.0])
+    drawn: dict[int, NDArray[Any]] = field(default_factory=dict)
 
     @classmethod
     def root(cls, token: int) -> DraftTree:
@@ -50,9 +57,18 @@ class DraftTree:
         """Nodes without the root."""
         return len(self.token) - 1
 
-    def add(self, parent: int, token: int, score: float) -> int:
-        """Append a child and return its index; siblings must have distinct tokens."""
+    def add(
+        self, parent: int, token: int, score: float, drawn_from: NDArray[Any] | None = None
+    ) -> int:
+        """Append a child and return its index; siblings must have distinct tokens.
+
+        ``drawn_from`` are the probabilities that its token was drawn from, if it was.
+        """
         assert 0 <= parent < len(self.token)
+        if drawn_from is not None:
+            assert drawn_from[token] > 0, "a drawn token has a probability"
+            assert parent not in self.drawn_children(), "at most one child of a node is drawn"
+            self.drawn[len(self.token)] = drawn_from
         self.token.append(token)
         self.parent.append(parent)
         self.depth.append(self.depth[parent] + 1)
@@ -67,6 +83,10 @@ class DraftTree:
             assert self.token[node] not in siblings, "siblings must have distinct tokens"
             siblings[self.token[node]] = node
         return result
+
+    def drawn_children(self) -> dict[int, int]:
+        """The drawn child of each node that has one."""
+        return {self.parent[node]: node for node in self.drawn}
 
     def path_tokens(self, node: int) -> list[int]:
         """Tokens from below the root down to ``node``, ``node`` included; [] for the root."""
@@ -104,16 +124,42 @@ class DraftTree:
             parent=[-1 if old == 0 else index[self.parent[old]] for old in kept],
             depth=[self.depth[old] for old in kept],
             score=[self.score[old] for old in kept],
+            drawn={index[old]: law for old, law in self.drawn.items() if old in index},
         )
 
-    def best(self, max_nodes: int, max_depth: int) -> DraftTree:
-        """The ``max_nodes`` highest-scored nodes within ``max_depth`` (root excluded from both).
+    def best(
+        self, max_nodes: int, max_depth: int | None = None, *, rank: Sequence[float] | None = None
+    ) -> DraftTree:
+        """The ``max_nodes`` highest-ranked nodes within ``max_depth`` (root excluded from both).
 
-        Scores fall along a path and ties go to the earlier node, so the choice is closed under
-        parents.
+        ``rank`` is the score unless given otherwise. It must not rise along a path; ties go to the
+        earlier node, so the choice is closed under parents.
         """
+        rank = self.score if rank is None else rank
+        max_depth = max(self.depth) if max_depth is None else max_depth
         if len(self) - 1 <= max_nodes and max(self.depth) <= max_depth:
             return self
-        order = sorted(range(1, len(self)), key=lambda node: (-self.score[node], node))
+        order = sorted(range(1, len(self)), key=lambda node: (-rank[node], node))
         within = [node for node in order if self.depth[node] <= max_depth]
         return self.keep(within[: max(0, max_nodes)])
+
+    def merged(self, other: DraftTree) -> DraftTree:
+        """Both trees' nodes in one tree; a path that is in both keeps its higher score.
+
+        Both have the same root and hold fixed guesses only.
+        """
+        assert self.token[0] == other.token[0]
+        assert not self.drawn
+        assert not other.drawn
+        merged = self.keep(range(1, len(self)))
+        children = merged.children()
+        place = [0]
+        for node in range(1, len(other)):
+            parent, token, score = place[other.parent[node]], other.token[node], other.score[node]
+            known = children[parent].get(token)
+            if known is None:
+                known = children[parent][token] = merged.add(parent, token, score)
+                children.append({})
+            merged.score[known] = max(merged.score[known], score)
+            place.append(known)
+        return merged

@@ -13,7 +13,7 @@ import pytest
 
 from outrider import cli
 from outrider.commands.options import SpeculationOptions
-from outrider.config import Method
+from outrider.config import Accept, Method
 from outrider.errors import CapacityError, DownloadError, UnknownModelError
 from tests.fake_llm import FakeLLM, FakeTokenizer
 
@@ -142,7 +142,7 @@ def test_every_sampling_flag_reaches_the_engine(llm):
     flags = (
         "--temperature 0.7 --top-k 5 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 "
         "--presence-penalty -0.5 --frequency-penalty 0.25 --seed 7 --max-tokens 9 --min-tokens 2 "
-        "--stop END --stop -x --ignore-eos"
+        "--stop END --stop -x --ignore-eos --accept rejection"
     )
 
     assert 0 == cli.main(["generate", "Hi", *flags.split()])
@@ -155,6 +155,7 @@ def test_every_sampling_flag_reaches_the_engine(llm):
     )
     assert (7, 9, 2) == (params.seed, params.max_tokens, params.min_tokens)
     assert (("END", "-x"), True) == (params.stop, params.ignore_eos)
+    assert Accept.REJECTION is params.accept
 
 
 def test_engine_and_speculation_flags_reach_the_engine(llm):
@@ -191,10 +192,11 @@ def test_without_speculation_flags_the_choice_is_the_engines():
         (["generate", "Hi", "--temperature", "nan"], "temperature: nan is not a number in"),
         (["generate", "Hi", "--temperature", "-1"], "temperature: -1 is outside [0, 100]"),
         (["generate", "Hi", "--max-tokens", "0"], "max_tokens: 0 is outside"),
-        (["generate", "Hi", "--method", "eagle3"], "not available in this version; use one of off"),
+        (["generate", "Hi", "--method", "eagle3"], "eagle3 needs a draft head; give one with head"),
         (["generate", "Hi", "--method", "magic"], "'magic' is not one of off, ngram"),
         (["generate", "Hi", "--dynamic-tree-max-topk", "4"], "--tree"),
         (["generate", "Hi", "--device", "cuda"], "'cuda' is not one of cpu"),
+        (["generate", "Hi", "--accept", "typical"], "'typical' is not one of coupled, rejection"),
         (["chat", "--top-p", "0"], "top_p: 0 is outside (0, 1]"),
         (["demo", "--minutes", "0"], "minutes: 0.0 is outside (0, 600]"),
         (["inspect", "--max-batch-size", "0"], "max_batch_size: 0 is outside"),

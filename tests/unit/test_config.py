@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.config import (
-    AVAILABLE_METHODS,
     MAX_SEED,
+    Accept,
     EngineConfig,
     Method,
     SamplingParams,
@@ -236,12 +236,40 @@ def test_an_unknown_method_is_refused_with_the_list(value: Any):
     assert expected == refusal(SpeculationConfig, method=value)
 
 
-@pytest.mark.parametrize("method", [x for x in Method if x not in AVAILABLE_METHODS])
-def test_a_method_of_a_later_version_is_refused_with_those_of_this_one(method: Method):
+@pytest.mark.parametrize("method", [Method.DRAFT, Method.MEDUSA, Method.EAGLE3])
+def test_a_method_that_reads_a_head_needs_one(method: Method):
     message = refusal(SpeculationConfig, method=method)
 
-    assert message.startswith(f"method: {method} is not available")
-    assert message.endswith(", ".join(AVAILABLE_METHODS))
+    assert message.startswith(f"method: {method} needs a draft ")
+    assert message.endswith("give one with head (--head)")
+    assert "x" == SpeculationConfig(method=method, head="x").head
+
+
+def test_mtp_may_be_inside_the_target():
+    assert SpeculationConfig(method=Method.MTP).head is None
+
+
+@pytest.mark.parametrize("method", [Method.OFF, Method.NGRAM])
+def test_a_method_without_a_head_refuses_one_and_ngram_beside_it(method: Method):
+    with_head = refusal(SpeculationConfig, method=method, head="folder")
+    with_ngram = refusal(SpeculationConfig, method=method, with_ngram=True)
+
+    assert with_head.startswith(f"head: 'folder' cannot be used by method {method}")
+    assert with_ngram.startswith(f"with_ngram: method {method} has nothing to add")
+    assert all("draft, medusa, mtp, eagle3" in message for message in (with_head, with_ngram))
+
+
+@pytest.mark.parametrize("head", ["", 3, b"folder"])
+def test_a_head_is_named_by_a_string(head: Any):
+    message = refusal(SpeculationConfig, method=Method.EAGLE3, head=head)
+
+    assert f"head: {head!r} is not a folder, a file or a name" == message
+
+
+def test_a_tree_needs_a_method_that_drafts():
+    message = refusal(SpeculationConfig, method=Method.OFF, use_dynamic_tree=True)
+
+    assert message.startswith("use_dynamic_tree: method off drafts no tree")
 
 
 def test_a_chain_is_the_default_and_as_wide_as_it_is_deep():
@@ -301,6 +329,37 @@ def test_topk_above_one_needs_a_tree():
 
     assert "dynamic_tree_max_topK: 2 needs a tree" in message
     assert 1 == SpeculationConfig(dynamic_tree_max_topK=1).dynamic_tree_max_topK
+
+
+@pytest.mark.parametrize("name", Accept)
+def test_an_acceptance_rule_may_be_given_by_name(name: Accept):
+    rule = setting(SamplingParams, "accept", str(name))
+
+    assert name is rule
+    assert Accept.COUPLED is SamplingParams().accept
+
+
+@pytest.mark.parametrize("value", ["typical", "", None, 3, ["coupled"], "Rejection"])
+def test_an_unknown_acceptance_rule_is_refused_with_the_list(value: Any):
+    expected = f"accept: {value!r} is not one of coupled, rejection"
+
+    assert expected == refusal(SamplingParams, accept=value)
+
+
+def test_the_rejection_rule_is_for_sampling_only():
+    rejection = SamplingParams(accept=Accept.REJECTION)
+
+    assert not rejection.uses_rejection
+    assert dataclasses.replace(rejection, temperature=0.1).uses_rejection
+    assert not SamplingParams(temperature=0.1).uses_rejection
+
+
+def test_chains_are_verified_as_blocks_unless_that_is_switched_off():
+    assert SpeculationConfig().block_verification
+    assert not SpeculationConfig(block_verification=False).block_verification
+    assert "block_verification: 'no' is neither True nor False" == refusal(
+        SpeculationConfig, block_verification="no"
+    )
 
 
 @pytest.mark.parametrize("name", ["max_model_len", "threads"])

@@ -15,7 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from outrider.noise import GumbelNoise, Purpose, gumbel_from_words, gumbel_vector, philox_key
+from outrider.noise import (
+    GumbelNoise,
+    Purpose,
+    gumbel_from_words,
+    gumbel_vector,
+    philox_key,
+    uniform,
+)
 
 MASK = 2**64 - 1
 SEEDS = st.integers(0, MASK)
@@ -222,3 +229,77 @@ def test_release_forgets_the_past_only_and_redraws_the_same() -> None:
     assert before[5] is noise.at(5)
     assert before[4] is not noise.at(4)
     assert torch.equal(before[4], noise.at(4))
+
+
+# --- single uniforms ----------------------------------------------------------------------------
+
+SINGLE = [purpose for purpose in Purpose if purpose is not Purpose.TARGET]
+
+
+@given(SEEDS, CHOICES, st.sampled_from(SINGLE), POSITIONS, st.integers(0, 2**20))
+def test_a_uniform_is_the_word_that_its_key_and_counter_name(
+    seed: int, choice: int, purpose: Purpose, ahead: int, origin: int
+) -> None:
+    key = (seed, purpose << 32 | choice)
+    word = philox4x64([1, 0, origin + ahead, origin], key)[0]
+
+    assert (word >> 11) / 2**53 == uniform(seed, choice, purpose, origin + ahead, origin)
+
+
+def test_keys_and_counters_of_different_draws_are_disjoint() -> None:
+    """No two draws, and no draw and a Gumbel vector, are made from one block of the generator."""
+    places = [(5, 0), (5, 1), (2**32, 0), (2**31, 2**31 - 1)]  # seed, choice
+    positions = [(p, origin) for origin in range(1, 5) for p in range(origin, 6)]
+    blocks = [
+        (philox_key(seed, choice, purpose), (1, 0, position, origin))
+        for seed, choice in places
+        for purpose in SINGLE
+        for position, origin in positions
+    ]
+    vectors = [
+        (philox_key(seed, choice), (1 + block, 0, position, 0))
+        for seed, choice in places
+        for block in range(3)
+        for position in range(6)
+    ]
+
+    assert len(set(blocks + vectors)) == len(blocks) + len(vectors)
+    assert len({uniform(*place, Purpose.COIN, *at) for place in places for at in positions}) == (
+        len(places) * len(positions)
+    )
+
+
+@pytest.mark.parametrize("purpose", SINGLE)
+def test_uniforms_are_uniform_over_positions_and_over_origins(purpose: Purpose) -> None:
+    """Kolmogorov-Smirnov over 20,000 numbers each; false-failure rate 1e-9."""
+    by_position = [uniform(7, 1, purpose, 100 + i, 100) for i in range(20_000)]
+    by_origin = [uniform(7, 1, purpose, 20_000, i) for i in range(20_000)]
+
+    for numbers in (by_position, by_origin):
+        assert stats.kstest(numbers, "uniform").pvalue > 1e-9
+        assert 0.0 <= min(numbers) < max(numbers) < 1.0
+
+
+@pytest.mark.parametrize("purpose", SINGLE)
+def test_uniforms_of_different_keys_are_uncorrelated(purpose: Purpose) -> None:
+    """False-failure rate 1e-9 each; the other purpose, the next position, origin and choice."""
+    numbers = np.array([uniform(7, 1, purpose, 100 + i, 100) for i in range(5000)])
+    others = {
+        "purpose": [
+            uniform(7, 1, SINGLE[SINGLE.index(purpose) - 1], 100 + i, 100) for i in range(5000)
+        ],
+        "origin": [uniform(7, 1, purpose, 100 + i, 99) for i in range(5000)],
+        "choice": [uniform(7, 2, purpose, 100 + i, 100) for i in range(5000)],
+        "position": [uniform(7, 1, purpose, 101 + i, 100) for i in range(5000)],
+    }
+
+    for name, beside in others.items():
+        correlation = np.corrcoef(numbers, beside)[0, 1]
+        assert abs(correlation) * math.sqrt(len(beside)) < 6.11, name
+
+
+def test_a_uniform_of_the_gumbel_stream_or_of_a_past_position_is_our_own_mistake() -> None:
+    with pytest.raises(AssertionError, match="Gumbel"):
+        uniform(1, 0, Purpose.TARGET, 5, 5)
+    with pytest.raises(AssertionError):
+        uniform(1, 0, Purpose.COIN, 4, 5)

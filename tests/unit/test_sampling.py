@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from outrider.noise import gumbel_vector
 from outrider.sampling import RequestSampler, argmax_rows
 from outrider.tree import DraftTree
 from outrider.verify import walk
+from outrider.vocabulary import DraftVocabulary
 from tests.strategies import logits_rows, sampling_params, trees
 
 VOCAB_SIZE = 8
@@ -344,3 +346,142 @@ def test_release_frees_committed_positions_and_changes_no_pick() -> None:
 
     assert old is not sampler.noise.at(2)
     assert before == sampler.choose(logits_NV, tokens, tree)
+
+
+# --- laws, for the rejection rule ---------------------------------------------------------------
+
+
+@given(requests())
+def test_a_node_s_law_is_the_softmax_of_its_warped_row(example: Example) -> None:
+    params, prompt, token_ids, eos_ids, tree, logits_NV = example
+    params = replace(params, temperature=params.temperature or 1.0)
+    sampler = RequestSampler(params, vocab_size=VOCAB_SIZE, prompt_ids=prompt, eos_ids=eos_ids)
+    laws = sampler.laws(logits_NV, token_ids, tree)
+
+    assert len(tree) == len(laws)
+    for node in range(len(tree)):
+        prefix = [*token_ids, *tree.path_tokens(node)]
+        row = logits_NV[node].tolist()
+        warped = np.array(reference_warp(row, prefix, params, len(prompt), eos_ids), np.float64)
+        law_V = laws[node]
+        assert law_V is not None
+        assert np.float32 == law_V.dtype
+        np.testing.assert_allclose(
+            np.exp(warped) / np.exp(warped).sum(), law_V, rtol=1e-6, atol=1e-12
+        )
+        assert np.array_equal(np.isneginf(warped), law_V == 0) or warped.min() < -80
+
+
+def test_a_row_that_is_not_finite_has_no_law_and_costs_the_others_nothing() -> None:
+    logits_NV = torch.zeros(3, VOCAB_SIZE)
+    logits_NV[1, 2] = math.nan
+    tree = DraftTree.root(0)
+    tree.add(tree.add(0, 1, 0.5), 2, 0.25)
+    params = SamplingParams(temperature=1.0, seed=1)
+    sampler = RequestSampler(params, vocab_size=VOCAB_SIZE, prompt_ids=[0], eos_ids=NO_EOS)
+    laws = sampler.laws(logits_NV, [0], tree)
+
+    assert laws[1] is None
+    assert [1 / 8] * 8 == laws[0].tolist() == laws[2].tolist()  # type: ignore[union-attr]
+
+
+# --- the drafter's view -------------------------------------------------------------------------
+
+
+def view_of(
+    params: SamplingParams, token_ids: Sequence[int], vocabulary: DraftVocabulary | None
+) -> Any:
+    sampler = RequestSampler(
+        params, vocab_size=VOCAB_SIZE, prompt_ids=token_ids[:2], eos_ids=frozenset({3})
+    )
+    return sampler.draft_view(token_ids, vocabulary)
+
+
+@given(requests(), st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, unique=True), st.data())
+def test_draft_logits_are_warped_in_their_own_vocabulary(
+    example: Example, ids: list[int], data: st.DataObject
+) -> None:
+    """As the plain twin does it, after every id is translated and unknown ones are left out."""
+    params, prompt, token_ids, eos_ids, tree, _ = example
+    sampler = RequestSampler(params, vocab_size=VOCAB_SIZE, prompt_ids=prompt, eos_ids=eos_ids)
+    vocabulary = DraftVocabulary(np.array(ids), VOCAB_SIZE)
+    view = sampler.draft_view(token_ids, vocabulary)
+    path = tree.path_tokens(len(tree) - 1)
+    logits_W = data.draw(logits_rows(1, len(ids)))[0]
+
+    def translated(tokens: Sequence[int]) -> list[int]:
+        return [ids.index(token) if token in ids else VOCAB_SIZE + token for token in tokens]
+
+    stops = tuple(translated(params.stop_token_ids))
+    bias = dict(zip(translated(list(params.logit_bias)), params.logit_bias.values(), strict=True))
+    expected = reference_warp(
+        logits_W.tolist(),
+        translated([*token_ids, *path]),
+        replace(params, stop_token_ids=stops, logit_bias=bias),
+        len(prompt),
+        frozenset(translated(sorted(eos_ids))),
+    )
+    before = logits_W.clone()
+    warped_W = view.warp(logits_W, path)
+
+    assert expected == warped_W.tolist() == view.warp(logits_W.numpy(), path).tolist()
+    assert np.float32 == warped_W.dtype
+    assert torch.equal(before, logits_W), "the caller's row is only read"
+
+
+@given(requests())
+def test_a_view_of_the_target_s_own_vocabulary_warps_as_the_target_does(example: Example) -> None:
+    params, prompt, token_ids, eos_ids, tree, logits_NV = example
+    sampler = RequestSampler(params, vocab_size=VOCAB_SIZE, prompt_ids=prompt, eos_ids=eos_ids)
+    view = sampler.draft_view(token_ids, None)
+    for node in range(len(tree)):
+        path = tree.path_tokens(node)
+        expected = sampler.warp(logits_NV[node], [*token_ids, *path])
+
+        assert expected.tolist() == view.warp(logits_NV[node], path).tolist()
+
+
+def test_a_view_shows_the_target_s_noise_at_the_child_s_position() -> None:
+    params = SamplingParams(temperature=1.0, seed=9, choice=4)
+    vocabulary = DraftVocabulary(np.array([6, 0, 3]), VOCAB_SIZE)
+    token_ids = [0, 1, 2, 3, 4]
+    for depth in range(3):
+        noise_V = gumbel_vector(9, 4, len(token_ids) + depth, VOCAB_SIZE)
+
+        assert noise_V.tolist() == view_of(params, token_ids, None).noise(depth).tolist()
+        assert noise_V[[6, 0, 3]].tolist() == (
+            view_of(params, token_ids, vocabulary).noise(depth).tolist()
+        )
+    assert len(token_ids) == view_of(params, token_ids, vocabulary).num_tokens
+
+
+def test_a_greedy_view_has_no_noise_and_no_temperature() -> None:
+    view = view_of(SamplingParams(top_k=1, logit_bias={1: 1.0}), [0, 1], None)
+    logits_W = torch.arange(8.0)
+
+    assert view.noise(0) is None
+    assert [0, 2, 2, 3, 4, 5, 6, 7] == view.warp(logits_W, []).tolist()
+
+
+def test_a_view_s_probabilities_are_the_softmax_of_its_warped_row() -> None:
+    vocabulary = DraftVocabulary(np.array([5, 1, 2]), VOCAB_SIZE)
+    view = view_of(SamplingParams(temperature=0.5, top_k=2), [0, 1], vocabulary)
+    probs_W = view.probs(torch.log(torch.tensor([1.0, 2.0, 4.0])), [])
+
+    assert np.float32 == probs_W.dtype
+    np.testing.assert_allclose([0, 0.2, 0.8], probs_W, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "values", [[math.nan, 0, 0], [math.inf, 0, 0], [-math.inf] * 3], ids=["nan", "inf", "masked"]
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_draft_logits_that_are_not_finite_propose_nothing(
+    values: list[float], temperature: float
+) -> None:
+    vocabulary = DraftVocabulary(np.array([5, 1, 2]), VOCAB_SIZE)
+    params = SamplingParams(temperature=temperature, top_p=0.5, presence_penalty=1.0)
+    view = view_of(params, [0, 1, 2], vocabulary)
+
+    assert [-np.inf] * 3 == view.warp(torch.tensor(values), []).tolist()
+    assert [0, 0, 0] == view.probs(torch.tensor(values), []).tolist()

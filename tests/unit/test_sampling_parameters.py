@@ -15,8 +15,9 @@ from torch import Tensor
 
 from outrider.config import SamplingParams
 from outrider.errors import ParameterError
-from outrider.sampling import RequestSampler, keep_min_p, keep_top_k, keep_top_p
+from outrider.sampling import RequestSampler
 from outrider.tree import DraftTree
+from outrider.warping import keep_min_p, keep_top_k, keep_top_p
 from tests.strategies import logits, logits_rows
 
 VOCAB_SIZE = 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -126,3 +127,43 @@ def test_only_a_chain_needs_no_mask() -> None:
     assert chain.ancestor_mask() is None
     assert not fork.is_chain
     assert fork.ancestor_mask() is not None
+
+
+def law(*probs: float) -> np.ndarray:
+    return np.array(probs, dtype=np.float32)
+
+
+def test_a_drawn_node_keeps_the_law_it_was_drawn_from() -> None:
+    tree = DraftTree.root(7)
+    fixed = tree.add(0, 0, 0.5)
+    drawn = tree.add(0, 1, 0.25, law(0, 0.75, 0.25))
+    below = tree.add(drawn, 2, 0.125, law(0.5, 0, 0.5))
+
+    assert {drawn, below} == tree.drawn.keys()
+    assert {0: drawn, drawn: below} == tree.drawn_children()
+    assert [0, 0.75, 0.25] == tree.drawn[drawn].tolist()
+    assert fixed not in tree.drawn
+
+
+def test_a_second_drawn_child_or_an_impossible_draw_is_our_own_mistake() -> None:
+    tree = DraftTree.root(7)
+    tree.add(0, 0, 0.5, law(0.5, 0.5))
+
+    with pytest.raises(AssertionError, match="at most one"):
+        tree.add(0, 1, 0.5, law(0.5, 0.5))
+    with pytest.raises(AssertionError, match="has a probability"):
+        tree.add(1, 1, 0.5, law(1, 0))
+
+
+def test_the_laws_follow_their_nodes_when_others_go() -> None:
+    tree = DraftTree.root(7)
+    tree.add(0, 0, 0.125)
+    drawn = tree.add(0, 1, 0.5, law(0.25, 0.75))
+    below = tree.add(drawn, 0, 0.25, law(1, 0))
+    tree.add(below, 1, 0.0625, law(0.5, 0.5))
+    kept, best = tree.keep([drawn, below]), tree.best(1, 5)
+
+    assert {1: [0.25, 0.75], 2: [1, 0]} == {n: row.tolist() for n, row in kept.drawn.items()}
+    assert [7, 1] == best.token
+    assert {1: [0.25, 0.75]} == {n: row.tolist() for n, row in best.drawn.items()}
+    assert {} == tree.keep([1]).drawn

@@ -13,12 +13,18 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter, Token
 
-from outrider.config import AVAILABLE_METHODS, EngineConfig, SamplingParams, SpeculationConfig
+from outrider.config import (
+    Accept,
+    EngineConfig,
+    Method,
+    SamplingParams,
+    SpeculationConfig,
+)
 from outrider.models.loading.hub import DEFAULT_MODEL
 
 _SAMPLING = SamplingParams()
 _SPECULATION = SpeculationConfig()
-_METHODS = "|".join(AVAILABLE_METHODS)
+_METHODS = "|".join(Method)
 
 
 def whole_number(type_: Any, tokens: Sequence[Token]) -> int:  # noqa: ARG001 - cyclopts' signature
@@ -78,6 +84,13 @@ class SamplingOptions:
     ignore_eos: Annotated[bool, _flag("Go on past the model's own end token.", negative="")] = (
         _SAMPLING.ignore_eos
     )
+    accept: Annotated[
+        str,
+        _flag(
+            f"Rule by which sampled drafts are accepted: {'|'.join(Accept)}. Both keep the "
+            "target's law; only with coupled is a seeded text the same whatever drafts."
+        ),
+    ] = _SAMPLING.accept
 
     def params(self) -> SamplingParams:
         """The checked settings.
@@ -97,6 +110,10 @@ class SpeculationOptions:
     method: Annotated[
         str | None, _flag(f"Who drafts: {_METHODS}. Without it: the best one there is.")
     ] = None
+    head: Annotated[
+        str | None,
+        _flag("Folder or file of the draft head; for --method draft, the draft model."),
+    ] = None
     tree: Annotated[
         bool | None, _flag("Draft a tree instead of a chain.", negative="--no-tree")
     ] = None
@@ -105,15 +122,20 @@ class SpeculationOptions:
     ] = None
     dynamic_tree_max_topk: Annotated[int | None, _whole("Most children of a tree node.")] = None
     max_total_draft_tokens: Annotated[int | None, _whole("Most draft tokens per step.")] = None
+    with_ngram: Annotated[
+        bool | None, _flag("Let n-gram add its guesses to the head's.", negative="")
+    ] = None
 
     def config(self) -> SpeculationConfig | None:
         """The checked settings, or None when no flag was given.
 
         Raises:
-            ParameterError: a value is out of range, or the method is not available.
+            ParameterError: a value is out of range, or the method lacks its head.
         """
         fields = {
             "method": self.method,
+            "head": self.head,
+            "with_ngram": self.with_ngram,
             "use_dynamic_tree": self.tree,
             "max_draft_len": self.max_draft_len,
             "dynamic_tree_max_topK": self.dynamic_tree_max_topk,

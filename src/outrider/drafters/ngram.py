@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from outrider.drafters.calibration import ChanceTable
 from outrider.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -334,31 +335,19 @@ class _Context:
 class Calibration:
     """How often candidates with such evidence turned out right, over all requests.
 
-    Counts per kind of evidence, on top of a prior that is worth ``_PRIOR_WEIGHT`` trials. Old
-    counts fade, so that a change of workload shows.
+    Counts per kind of evidence, on top of a prior (:class:`~.calibration.ChanceTable`).
     """
 
-    _PRIOR_WEIGHT = 8.0
-    _MAX_TRIALS = 512
-
     def __init__(self) -> None:
-        self._hits: dict[tuple[int, int, int], int] = {}
-        self._trials: dict[tuple[int, int, int], int] = {}
+        self._table = ChanceTable()
 
     def chance(self, evidence: Evidence) -> float:
         """Chance in (0, 1) that the candidate is right, those ranked before it being wrong."""
-        kind = self._kind(evidence)
-        hits = self._hits.get(kind, 0) + self._PRIOR_WEIGHT * _prior_chance(evidence)
-        return hits / (self._trials.get(kind, 0) + self._PRIOR_WEIGHT)
+        return self._table.chance(self._kind(evidence), _prior_chance(evidence))
 
     def record(self, evidence: Evidence, is_right: bool) -> None:
         """Count one trial."""
-        kind = self._kind(evidence)
-        hits = self._hits.get(kind, 0) + is_right
-        trials = self._trials.get(kind, 0) + 1
-        if trials > self._MAX_TRIALS:
-            hits, trials = hits // 2, trials // 2
-        self._hits[kind], self._trials[kind] = hits, trials
+        self._table.record(self._kind(evidence), is_right)
 
     @staticmethod
     def _kind(evidence: Evidence) -> tuple[int, int, int]:

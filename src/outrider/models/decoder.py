@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.kv_cache import KVCache
 from outrider.models.architecture import DecoderConfig
-from outrider.models.layers import LayerStack, Segment
+from outrider.models.layers import LayerStack, Segment, loud_rows
 from outrider.models.linear import RowPolicy
 
 FINAL_STATE = -1
@@ -45,7 +45,8 @@ class Decoder:
         weights: tensors named as in :mod:`outrider.models.architecture`; read one by one, so a
             lazy mapping keeps the peak low.
         dtype: ``torch.bfloat16`` or ``torch.float32``.
-        policies: row ranges by linear shape, from :func:`outrider.models.exactness.row_policies`.
+        policies: row ranges by linear shape, from :func:`outrider.models.exactness.row_policies`;
+            None for a draft model, whose rows need not be exact.
         on_layer: called after each loaded layer with the fraction done.
     """
 
@@ -55,17 +56,15 @@ class Decoder:
         weights: Mapping[str, Tensor],
         *,
         dtype: torch.dtype,
-        policies: Mapping[tuple[int, int, bool], RowPolicy],
+        policies: Mapping[tuple[int, int, bool], RowPolicy] | None,
         on_layer: Callable[[float], None] | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
-        self.policies = dict(policies)
+        self.policies = dict(policies or {})
         # Copies: a lazy mapping's tensors may be views of the file, which may change or go away.
         self._embedding = weights["embed.weight"].to(dtype, copy=True).contiguous()
-        self._stack = LayerStack(
-            config, weights, dtype=dtype, policies=self.policies, on_layer=on_layer
-        )
+        self._stack = LayerStack(config, weights, dtype=dtype, policies=policies, on_layer=on_layer)
         head = self._embedding
         if not config.tied_embeddings:
             head = weights["lm_head.weight"].to(dtype, copy=True)
@@ -111,14 +110,10 @@ class Decoder:
 
     def _logits(self, x_RD: Tensor, segments: Sequence[Segment]) -> Tensor:
         """Float32 logits of the rows that are not silent, padded for the product in between."""
-        rows, first = [], 0
-        for segment in segments:
-            last = first + len(segment.tokens)
-            rows += range(first + segment.num_silent, last)
-            first = last
+        rows = loud_rows(segments)
         if not rows:
             return torch.empty(0, self.config.vocab_size)
-        if len(rows) < first:
+        if len(rows) < sum(len(segment.tokens) for segment in segments):
             padded = rows + rows[-1:] * (self._stack.min_rows - len(rows))
             x_RD = x_RD[torch.tensor(padded)]
         return self._head(self._stack.norm(x_RD))[: len(rows)].float()

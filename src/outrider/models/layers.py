@@ -291,6 +291,17 @@ class LayerStack:
         )
 
 
+def loud_rows(segments: Sequence[Segment]) -> list[int]:
+    """The packed rows that are not silent."""
+    rows: list[int] = []
+    first = 0
+    for segment in segments:
+        last = first + len(segment.tokens)
+        rows += range(first + segment.num_silent, last)
+        first = last
+    return rows
+
+
 def swiglu(gate_up_RM: Tensor) -> Tensor:
     """``silu(gate) * up`` of rows that hold gate and up side by side (Shazeer 2020).
 

@@ -7,6 +7,7 @@ Owns the arithmetic and the comparison with what the machine has left; allocates
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -50,6 +51,10 @@ class MemoryPlan:
         own = tuple(item for item in self.items if item.what not in shared)
         return MemoryPlan(own, self.available_bytes)
 
+    def plus(self, items: Iterable[MemoryItem]) -> MemoryPlan:
+        """The same with further lines."""
+        return MemoryPlan((*self.items, *items), self.available_bytes)
+
     def check(self) -> None:
         """Refuse a plan that does not fit.
 
@@ -82,14 +87,6 @@ def plan_memory(
     embedding = sizes.pop("embed.weight")
     head = sizes.pop("lm_head.weight", embedding)
     num_slots = max_model_len + max_draft_tokens
-    cache_bytes = KVCache.size_bytes(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        max_batch_size=max_batch_size,
-        num_slots=num_slots,
-        dtype=dtype,
-    )
     step_rows = max_batch_size * (FIRST_STEP_TOKENS + 1 + max_draft_tokens)
     rows = max(step_rows, min(prefill_chunk, max_model_len))
     logits_bytes = max_batch_size * (1 + max_draft_tokens) * config.vocab_size * 8
@@ -105,7 +102,7 @@ def plan_memory(
         ),
         MemoryItem("embedding", f"{config.vocab_size:,} tokens", embedding * dtype.itemsize),
         MemoryItem("output head", "packed", head * dtype.itemsize),
-        MemoryItem("KV cache", f"{max_batch_size} x {num_slots:,} slots, {width}", cache_bytes),
+        cache_item("KV cache", config, dtype, max_batch_size, num_slots),
         MemoryItem(
             "buffers",
             "logits, attention, activations of the widest pass",
@@ -113,6 +110,31 @@ def plan_memory(
         ),
     )
     return MemoryPlan(items, available_memory())
+
+
+def weights_item(
+    what: str, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> MemoryItem:
+    """The line of a set of weights."""
+    count = sum(prod(shape) for shape in shapes.values())
+    width = f"{dtype}".removeprefix("torch.")
+    return MemoryItem(what, f"{len(shapes)} tensors, {width}", count * dtype.itemsize)
+
+
+def cache_item(
+    what: str, layers: DecoderConfig, dtype: torch.dtype, max_batch_size: int, num_slots: int
+) -> MemoryItem:
+    """The line of a KV cache for these layers."""
+    size = KVCache.size_bytes(
+        num_layers=layers.num_layers,
+        num_kv_heads=layers.num_kv_heads,
+        head_dim=layers.head_dim,
+        max_batch_size=max_batch_size,
+        num_slots=num_slots,
+        dtype=dtype,
+    )
+    width = f"{dtype}".removeprefix("torch.")
+    return MemoryItem(what, f"{max_batch_size} x {num_slots:,} slots, {width}", size)
 
 
 def available_memory() -> int | None:

@@ -7,10 +7,11 @@
     checkpoint                      load(): the one entry for all formats
     hub, wheel, cache, hashing      names, downloads, the user cache
     weight_files, huggingface,      safetensors folders
-    hf_config
+    safetensors_file, hf_config
     gguf_file, gguf_model           GGUF
     tokenizer, hf_tokenizer, gguf_tokenizer, chat_template
     fields, weights                 checked metadata, tensors read one at a time
+    heads                           draft heads, in all published layouts; also writes them
 
 Nothing read here is trusted: only data formats are opened, every size is bounded, and whatever is
 wrong with a file is one :class:`~outrider.errors.CheckpointError` that names it. Sits below the

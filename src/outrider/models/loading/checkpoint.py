@@ -5,8 +5,7 @@ Owns the choice of the reader and the check that config, weights and tokenizer f
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from outrider.models.architecture import DecoderConfig
 from outrider.models.loading import gguf_model, gguf_tokenizer, hf_tokenizer, huggingface
 from outrider.models.loading.cache import cache_root
 from outrider.models.loading.gguf_file import MAGIC, GGUFFile
-from outrider.models.loading.hashing import file_sha256
+from outrider.models.loading.hashing import file_sha256, joint_sha256
 from outrider.models.loading.hf_config import parse_config
 from outrider.models.loading.hub import display_name
 from outrider.models.loading.tokenizer import Tokenizer
@@ -87,7 +86,7 @@ def _load_folder(folder: Path, files: list[Path]) -> LoadedCheckpoint:
             weights=weights,
             tokenizer=Tokenizer(backend, parts),
             name=display_name(folder),
-            weights_hash=_joint_hash([folder / "config.json", *files]),
+            weights_hash=joint_sha256([folder / "config.json", *files], cache_root()),
             source_bytes=sum(file.stat().st_size for file in files),
         )
     except BaseException:
@@ -112,11 +111,6 @@ def _load_gguf(path: Path) -> LoadedCheckpoint:
     except BaseException:
         file.close()
         raise
-
-
-def _joint_hash(files: Iterable[Path]) -> str:
-    lines = [f"{file.name} {file_sha256(file, cache_root())}\n" for file in files]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _only_gguf(folder: Path) -> Path | None:

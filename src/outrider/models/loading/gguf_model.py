@@ -235,7 +235,7 @@ def open_weights(file: GGUFFile, config: DecoderConfig) -> LazyWeights:
         readers[name] = partial(file.read, stored)
         if interleaved and (heads := _rotated_heads(name, config)):
             readers[name] = partial(_half_split, readers[name], heads)
-    check_weights(config, shapes, file.path, unexpected=unexpected)
+    check_weights(config.weight_shapes(), shapes, file.path, unexpected=unexpected)
     return LazyWeights(file.path, readers, file.close)
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,6 +42,16 @@ def file_sha256(path: Path, cache: Path) -> str:
     with suppress(OSError):
         _remember(memory, {**facts, "sha256": digest})
     return digest
+
+
+def joint_sha256(files: Iterable[Path], cache: Path) -> str:
+    """One SHA-256 in hex over the names and hashes of several files.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    lines = [f"{file.name} {file_sha256(file, cache)}\n" for file in files]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _hash(path: Path) -> str:

@@ -26,7 +26,10 @@ _BY_MODEL_TYPE = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "mimo": "MiMoForCausalLM",
 }
+# MiMo is Qwen2 but for its multi-token-prediction modules, which are a draft head.
+_QWEN2 = ("Qwen2ForCausalLM", "MiMoForCausalLM")
 # Where transformers' defaults differ between the families.
 _MAX_POSITION = {
     "LlamaForCausalLM": 2048,
@@ -85,7 +88,7 @@ def _config(fields: Fields, architecture: str) -> DecoderConfig:
         "max_position_embeddings", 1, MAX_POSITION, _MAX_POSITION.get(architecture, 32768)
     )
     attention_bias = fields.flag("attention_bias", False)
-    is_qwen2, is_mistral = architecture == "Qwen2ForCausalLM", architecture == "MistralForCausalLM"
+    is_qwen2, is_mistral = architecture in _QWEN2, architecture == "MistralForCausalLM"
     has_mlp_bias = architecture in ("LlamaForCausalLM", "SmolLM3ForCausalLM")
     no_rope = _no_rope_layers(fields, num_layers) if architecture == "SmolLM3ForCausalLM" else ()
     window, sliding_layers = _sliding(fields, architecture, num_layers, no_rope)

@@ -9,27 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from outrider.errors import CheckpointError, UnsupportedModelError
 from outrider.models.architecture import DecoderConfig
 from outrider.models.loading.fields import Fields, read_json
+from outrider.models.loading.safetensors_file import open_tensors
 from outrider.models.loading.weights import LazyWeights, check_weights
-
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _GLOBAL_NAMES = {
     "model.embed_tokens.weight": "embed.weight",
     "model.norm.weight": "norm.weight",
     "lm_head.weight": "lm_head.weight",
 }
-_PARTS = {
+# Modules of one decoder layer, by Hugging Face's name below "layers.{i}.".
+LAYER_PARTS = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "mlp_norm",
     **{f"self_attn.{part}_proj": part for part in "qkvo"},
@@ -38,11 +33,17 @@ _PARTS = {
 }
 _LAYER = re.compile(r"model\.layers\.(0|[1-9]\d{0,5})\.([\w.]+)\.(weight|bias)")
 # Buffers that old exports saved along; they follow from the config.
-_HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.masked_bias")
+HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.masked_bias")
+# Where a checkpoint keeps multi-token-prediction modules: Qwen, MiMo; DeepSeek and GLM append them
+# to the layers, where these modules tell them from a layer that the config does not declare.
+_MTP_PREFIXES = ("mtp.", "model.mtp_layers.")
+_MTP_LAYER = re.compile(r"(model\.layers\.(0|[1-9]\d{0,5})\.)(?:eh_proj|enorm|hnorm)\.weight")
 
 
 def open_weights(files: Iterable[Path], config: DecoderConfig, folder: Path) -> LazyWeights:
     """Open the files and check every tensor's name and shape against ``config``.
+
+    Multi-token-prediction modules are left to :mod:`outrider.models.loading.heads`.
 
     Raises:
         CheckpointError: a damaged file, or weights that do not fit; names file and tensors.
@@ -52,61 +53,39 @@ def open_weights(files: Iterable[Path], config: DecoderConfig, folder: Path) -> 
     shapes: dict[str, tuple[int, ...]] = {}
     unexpected: list[str] = []
     with ExitStack() as opened:
-        for path in files:
-            file = _open(path, opened)
-            for stored in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                name = _our_name(stored)
-                if name is None or (name == "lm_head.weight" and config.tied_embeddings):
-                    if name is None and not _HARMLESS.fullmatch(stored):
-                        unexpected.append(stored)
-                    continue
-                if name in shapes:
-                    raise CheckpointError(f"{path}: tensor {stored} is in an earlier file too")
-                shapes[name] = _shape(path, file, stored)
-                readers[name] = partial(_read, path, file, stored)
-        check_weights(config, shapes, folder, unexpected=unexpected)
+        tensors = open_tensors(files, opened)
+        skipped = mtp_prefixes(tensors, config.num_layers)
+        for stored, tensor in tensors.items():
+            if stored.startswith(skipped):
+                continue
+            name = _our_name(stored)
+            if name is None or (name == "lm_head.weight" and config.tied_embeddings):
+                if name is None and not HARMLESS.fullmatch(stored):
+                    unexpected.append(stored)
+                continue
+            tensor.require_kind()
+            shapes[name] = tensor.shape
+            readers[name] = tensor.read
+        check_weights(config.weight_shapes(), shapes, folder, unexpected=unexpected)
         return LazyWeights(folder, readers, opened.pop_all().close)
     raise AssertionError("unreachable: the stack swallows no exception")
 
 
-def _open(path: Path, opened: ExitStack) -> Any:
-    try:
-        return opened.enter_context(safe_open(path, framework="pt"))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise _damaged(path, error) from None
-
-
-def _shape(path: Path, file: Any, stored: str) -> tuple[int, ...]:
-    try:
-        view = file.get_slice(stored)
-        kind = view.get_dtype()
-        shape = tuple(view.get_shape())
-    except (SafetensorError, ValueError) as error:
-        raise _damaged(path, error) from None
-    if kind not in _DTYPES:
-        raise UnsupportedModelError(
-            f"{path}: tensor {stored} is stored as {kind}; supported: {', '.join(_DTYPES)}"
-        )
-    return shape
-
-
-def _read(path: Path, file: Any, stored: str) -> Tensor:
-    try:
-        return file.get_tensor(stored)
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise _damaged(path, error) from None
-
-
-def _damaged(path: Path, error: Exception) -> CheckpointError:
-    reason = " ".join(str(error).split())[:200]
-    return CheckpointError(f"{path}: not a sound safetensors file: {reason}; fetch it again")
+def mtp_prefixes(names: Iterable[str], num_layers: int) -> tuple[str, ...]:
+    """Where tensors of multi-token-prediction modules begin; ``num_layers`` is the target's."""
+    layers = {
+        match[1]
+        for name in names
+        if (match := _MTP_LAYER.fullmatch(name)) and int(match[2]) >= num_layers
+    }
+    return (*_MTP_PREFIXES, *sorted(layers, key=lambda prefix: (len(prefix), prefix)))
 
 
 def _our_name(stored: str) -> str | None:
     if stored in _GLOBAL_NAMES:
         return _GLOBAL_NAMES[stored]
-    if (match := _LAYER.fullmatch(stored)) and match[2] in _PARTS:
-        return f"layers.{match[1]}.{_PARTS[match[2]]}.{match[3]}"
+    if (match := _LAYER.fullmatch(stored)) and match[2] in LAYER_PARTS:
+        return f"layers.{match[1]}.{LAYER_PARTS[match[2]]}.{match[3]}"
     return None
 
 

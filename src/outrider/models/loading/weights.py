@@ -1,20 +1,20 @@
 """A checkpoint's weights, read one tensor at a time, and the check that all of them are there.
 
-Owns no file format: :mod:`.huggingface` and :mod:`.gguf_file` hand in one reader per tensor under
-the names of :mod:`outrider.models.architecture`. Reading on access keeps the peak memory of a load
+Owns no file format: :mod:`.huggingface`, :mod:`.gguf_file` and :mod:`.heads` hand in one reader per
+tensor under the names of :mod:`outrider.models.architecture` or
+:mod:`outrider.models.heads.config`. Reading on access keeps the peak memory of a load
 at one tensor above what the decoder keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from outrider.errors import CheckpointError
-from outrider.models.architecture import DecoderConfig
 
 MAX_NAMED = 8
 
@@ -63,44 +63,48 @@ class LazyWeights(Mapping[str, Tensor]):
 
 
 def check_weights(
-    config: DecoderConfig,
+    needed: Mapping[str, tuple[int, ...]],
     shapes: Mapping[str, tuple[int, ...]],
     path: Path,
     *,
     unexpected: Iterable[str] = (),
+    source: str = "config",
 ) -> None:
-    """Compare the file's tensors with what ``config`` declares, before any is read.
+    """Compare the file's tensors with the shapes that are needed, before any is read.
 
     Args:
-        config: what the decoder needs.
+        needed: what the decoder or head needs, under our names.
         shapes: the file's tensors, under our names.
         path: named in the error.
-        unexpected: the file's names of tensors that have no place in the decoder.
+        unexpected: the file's names of tensors that have no place.
+        source: what the needed shapes follow from; named in the error.
 
     Raises:
         CheckpointError: names every missing, unexpected and wrongly shaped tensor.
     """
-    needed = config.weight_shapes()
     missing = [name for name in needed if name not in shapes]
     extra = [name for name in shapes if name not in needed] + list(unexpected)
     wrong = [
-        f"{name} is {list(shapes[name])}, config says {list(shape)}"
+        f"{name} is {list(shapes[name])}, {source} says {list(shape)}"
         for name, shape in needed.items()
         if name in shapes and shapes[name] != shape
     ]
     found = {"missing": missing, "unexpected": extra, "wrong shape": wrong}
-    problems = [f"{kind}: {_listed(names)}" for kind, names in found.items() if names]
+    problems = [f"{kind}: {listed(names)}" for kind, names in found.items() if names]
     if problems:
-        raise CheckpointError(f"{path}: weights do not fit the config; {'; '.join(problems)}")
+        raise CheckpointError(f"{path}: weights do not fit the {source}; {'; '.join(problems)}")
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
     shown = ", ".join(names[:MAX_NAMED])
     left = len(names) - MAX_NAMED
     return f"{shown} and {left} more" if left > 0 else shown
 
 
 def _is_finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point():  # a vocabulary map
+        return True
     # One pass without a temporary; a finite tensor whose sum overflows gets the slow test.
     if bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
         return True

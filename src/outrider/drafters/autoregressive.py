@@ -1,0 +1,276 @@
+"""Drafting with a module that predicts one token at a time: a draft model, EAGLE-3, MTP.
+
+Owns the module's cache and the order of its passes. The first pass of a step takes in what the
+target has decided since the last one, with the target's true states, and predicts the root's
+children; each further pass runs one layer of the tree. Slots of the module's own cache::
+
+    [0 ........ committed)[committed ...... + T)[layer 1][layer 2] ...
+     true rows             rows of the last      drafted rows: written over
+                           verdict, committed    in the next step
+                           by the first pass
+
+Drafted rows are never kept, accepted or not: the next step's first pass computes the accepted ones
+again from true states, which costs next to nothing and keeps acceptance from drifting.
+
+Row t of a head joins the state at position t with token t + 1 (``token_shift`` 1), row t of a draft
+model is token t (``token_shift`` 0); in both the newest true row predicts the root's children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.config import SpeculationConfig
+from outrider.drafters.base import DraftRequest
+from outrider.drafters.growth import Experience, Growth, Shape
+from outrider.kv_cache import KVCache
+from outrider.models.heads.base import DraftOutput
+from outrider.models.layers import Segment
+from outrider.tree import DraftTree
+from outrider.types import Verdict
+from outrider.vocabulary import DraftVocabulary
+
+
+class DraftModule(Protocol):
+    """What drafts: (tokens, parents, features) to draft logits and features."""
+
+    @property
+    def captures(self) -> tuple[int, ...]:
+        """The target's states that true rows need; () for a module that reads tokens only."""
+        ...
+
+    @property
+    def token_shift(self) -> int:
+        """Which token row t holds: t + ``token_shift``."""
+        ...
+
+    def new_cache(self, *, max_batch_size: int, num_slots: int) -> KVCache:
+        """The module's own keys and values."""
+        ...
+
+    def forward(
+        self,
+        segments: Sequence[Segment],
+        feature_RX: Tensor,
+        cache: KVCache,
+        *,
+        from_target: bool,
+    ) -> DraftOutput:
+        """Run rows on the target's states, or on those the module fed back itself.
+
+        ``feature_RX`` has no columns for a module that reads tokens only.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class _State:
+    """One request's cache row, states that are not taken in yet, and the tree that is out."""
+
+    row: int
+    waiting: list[Tensor] = field(default_factory=list)
+    growth: Growth | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(states) for states in self.waiting)
+
+
+@dataclass(slots=True)
+class _Layers:
+    """The drafted rows of one growing tree, as they lie in the module's cache."""
+
+    growth: Growth
+    row: int
+    feature_of: dict[int, Tensor]
+    order: list[int] = field(default_factory=list)
+
+    def segment(self, nodes: Sequence[int]) -> Segment:
+        """The next layer's rows behind the earlier ones; each sees its ancestors and itself."""
+        tree = self.growth.tree
+        self.order += nodes
+        depths = [tree.depth[node] - 1 for node in self.order]
+        is_chain = len(nodes) == 1 and depths == list(range(len(depths)))
+        mask = None
+        if not is_chain:
+            place = {node: i for i, node in enumerate(self.order)}
+            mask = torch.zeros(len(nodes), len(self.order), dtype=torch.bool)
+            for i, node in enumerate(nodes):
+                ancestor = node
+                while ancestor > 0:
+                    mask[i, place[ancestor]] = True
+                    ancestor = tree.parent[ancestor]
+        return Segment(self.row, [tree.token[node] for node in nodes], depths, mask)
+
+
+class AutoregressiveDrafter:
+    """Grows a chain or a dynamic tree per request, all requests in one pass per layer.
+
+    Args:
+        module: what predicts.
+        config: the tree's shape.
+        max_batch_size: most requests at once.
+        max_model_len: most tokens of one request.
+        vocabulary: the module's; None where it is the target's own.
+    """
+
+    def __init__(
+        self,
+        module: DraftModule,
+        config: SpeculationConfig,
+        *,
+        max_batch_size: int,
+        max_model_len: int,
+        vocabulary: DraftVocabulary | None,
+    ) -> None:
+        self.captures = module.captures
+        self.num_passes = 0
+        self._module = module
+        self._shape = Shape.of(config)
+        self._vocabulary = vocabulary
+        self._experience = Experience.none()
+        self._cache = module.new_cache(
+            max_batch_size=max_batch_size,
+            num_slots=max_model_len + drafted_slots(config),
+        )
+        self._states: dict[int, _State] = {}
+
+    def admit(self, request: DraftRequest) -> None:
+        """Take a row of the module's cache."""
+        self._states[request.request_id] = _State(self._cache.allocate())
+
+    def prefill(self, request: DraftRequest, num_committed: int, hidden_TC: Tensor | None) -> None:
+        """Take in the prompt's rows at once, so that the first step does not wait for them."""
+        state = self._states[request.request_id]
+        if hidden_TC is not None:
+            state.waiting.append(hidden_TC)
+        start = self._cache.committed(state.row)
+        end = num_committed + self._module.token_shift
+        tokens = request.token_ids[start + self._module.token_shift : end]
+        self._take_in([(state, tokens)], is_silent=True)
+
+    def propose(
+        self, requests: Sequence[DraftRequest], max_depth: Sequence[int], min_score: float = 0.0
+    ) -> list[DraftTree]:
+        """One tree per request; the root alone where the target's states are not there yet.
+
+        That is so in a request's first step, which is what computes the prompt's last states.
+        """
+        trees = [DraftTree.root(request.token_ids[-1]) for request in requests]
+        growing: list[tuple[int, _Layers, list[int]]] = []
+        for b, (request, depth) in enumerate(zip(requests, max_depth, strict=True)):
+            state = self._states[request.request_id]
+            tokens = self._new_tokens(request, state)
+            if depth < 1 or not tokens:
+                continue
+            shape = Shape(
+                self._shape.num_children,
+                self._shape.max_nodes,
+                min(self._shape.max_depth, depth),
+            )
+            state.growth = Growth(request, shape, self._vocabulary, self._experience)
+            growing.append((b, _Layers(state.growth, state.row, {}), tokens))
+        if growing:
+            states = [self._states[requests[b].request_id] for b, _, _ in growing]
+            pairs = zip(states, (tokens for _, _, tokens in growing), strict=True)
+            layers = [layer for _, layer, _ in growing]
+            output = self._take_in(list(pairs), is_silent=False)
+            self._extend(layers, [[0]] * len(layers), output)
+            self._grow(layers, min_score)
+            for b, layer, _ in growing:
+                trees[b] = layer.growth.kept()
+        return trees
+
+    def observe(
+        self,
+        requests: Sequence[DraftRequest],
+        trees: Sequence[DraftTree],  # noqa: ARG002 - the growth holds also what was pruned
+        verdicts: Sequence[Verdict],
+        hidden: Sequence[Tensor | None],
+    ) -> None:
+        """Count hits and misses; keep the new states for the next step's first pass."""
+        for request, verdict, hidden_TC in zip(requests, verdicts, hidden, strict=True):
+            state = self._states[request.request_id]
+            if state.growth is not None:
+                state.growth.learn(verdict.tokens)
+                state.growth = None
+            if hidden_TC is not None:
+                state.waiting.append(hidden_TC)
+
+    def release(self, request: DraftRequest) -> None:
+        """Give the cache row back."""
+        state = self._states.pop(request.request_id, None)
+        if state is not None:
+            self._cache.free(state.row)
+
+    def _new_tokens(self, request: DraftRequest, state: _State) -> list[int]:
+        """The tokens of the rows to take in; none while a head lacks some of their states."""
+        first = self._cache.committed(state.row) + self._module.token_shift
+        tokens = request.token_ids[first:]
+        is_complete = not self.captures or len(tokens) == state.num_waiting
+        return tokens if is_complete else []
+
+    def _take_in(
+        self, pairs: Sequence[tuple[_State, list[int]]], *, is_silent: bool
+    ) -> DraftOutput:
+        """Run and commit true rows; logits behind the last of each, unless silent."""
+        segments, features = [], []
+        for state, tokens in pairs:
+            num_silent = len(tokens) if is_silent else len(tokens) - 1
+            segments.append(Segment(state.row, tokens, range(len(tokens)), num_silent=num_silent))
+            features += state.waiting
+            state.waiting = []
+        output = self._pass(segments, features, from_target=True)
+        for state, tokens in pairs:
+            self._cache.extend(state.row, len(tokens))
+        return output
+
+    def _grow(self, layers: Sequence[_Layers], min_score: float) -> None:
+        """Layer by layer, until no tree has nodes worth growing on."""
+        while True:
+            frontiers = [layer.growth.frontier(min_score) for layer in layers]
+            active = [
+                (layer, nodes) for layer, nodes in zip(layers, frontiers, strict=True) if nodes
+            ]
+            if not active:
+                return
+            segments, features = [], []
+            for layer, nodes in active:
+                segments.append(layer.segment(nodes))
+                parents = [layer.growth.tree.parent[node] for node in nodes]
+                features += [layer.feature_of[parent] for parent in parents if self.captures]
+            output = self._pass(segments, features, from_target=False)
+            self._extend([layer for layer, _ in active], [nodes for _, nodes in active], output)
+
+    def _extend(
+        self, layers: Sequence[_Layers], nodes_of: Sequence[Sequence[int]], output: DraftOutput
+    ) -> None:
+        """Hand each tree its rows of a pass."""
+        logits_RW = output.logits_RW.numpy()
+        first = 0
+        for layer, nodes in zip(layers, nodes_of, strict=True):
+            rows = range(first, first + len(nodes))
+            first += len(nodes)
+            if output.feature_RD is not None:
+                pieces = output.feature_RD[rows.start : rows.stop].split(1)
+                layer.feature_of.update(zip(nodes, pieces, strict=True))
+            layer.growth.extend(nodes, list(logits_RW[rows.start : rows.stop]))
+
+    def _pass(
+        self, segments: Sequence[Segment], features: Sequence[Tensor], *, from_target: bool
+    ) -> DraftOutput:
+        """One pass; ``features`` are the rows' states, in pieces ``[T, X]``."""
+        self.num_passes += 1
+        feature_RX = torch.cat(list(features)) if features else torch.empty(0, 0)
+        return self._module.forward(segments, feature_RX, self._cache, from_target=from_target)
+
+
+def drafted_slots(config: SpeculationConfig) -> int:
+    """Slots that the drafted rows of one request take in the module's cache, at most."""
+    assert config.dynamic_tree_max_topK is not None
+    return config.dynamic_tree_max_topK * (config.max_draft_len - 1)

@@ -1,0 +1,168 @@
+"""A target and what drafts for it: opened together, checked for their fit, built.
+
+Owns the way from ``SpeculationConfig.head`` to a drafter: which files it means, whether the two
+belong together, what the drafter will take in memory. Used by :mod:`outrider.llm` and by
+``inspect``; stands above :mod:`outrider.drafters` and :mod:`outrider.models.loading`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from outrider.config import Method, SpeculationConfig
+from outrider.drafters import Drafter, DraftSource, create_drafter, drafted_slots
+from outrider.errors import ParameterError, UnknownModelError, UnsupportedModelError
+from outrider.models.architecture import DecoderConfig
+from outrider.models.decoder import Decoder
+from outrider.models.heads.config import MedusaConfig
+from outrider.models.loading import Tokenizer, load
+from outrider.models.loading.heads import LoadedHead, has_mtp, load_head, load_mtp
+from outrider.models.loading.hub import resolve
+from outrider.models.memory import MemoryItem, cache_item, weights_item
+from outrider.types import ProgressCallback
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFiles:
+    """What of an opened target decides which drafters fit."""
+
+    path: Path
+    config: DecoderConfig
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedDrafter:
+    """A head or a draft model whose files are open and fit the target.
+
+    ``head`` is None for a draft model.
+    """
+
+    source: DraftSource
+    name: str
+    weights_hash: str
+    head: LoadedHead | None
+
+    def close(self) -> None:
+        """Let go of the files."""
+        close = getattr(self.source.weights, "close", None)
+        if close is not None:
+            close()
+
+
+def open_drafter(
+    speculation: SpeculationConfig, target: TargetFiles, on_progress: ProgressCallback | None
+) -> OpenedDrafter | None:
+    """Open what the method reads; None for a method without a checkpoint of its own.
+
+    Raises:
+        ParameterError: the head is of another method.
+        CheckpointError: damaged files, or a head made for another target.
+        UnsupportedModelError: a draft model with another tokeniser.
+    """
+    if speculation.method is Method.DRAFT:
+        assert speculation.head is not None
+        return _open_draft_model(speculation.head, target, on_progress)
+    if speculation.method not in (Method.EAGLE3, Method.MTP, Method.MEDUSA):
+        return None
+    head = _open_head(speculation, target, on_progress)
+    if head.method is not speculation.method:
+        head.weights.close()
+        raise ParameterError(
+            f"head: {head.name} is an {head.method} head; use --method {head.method}, or another "
+            f"head for {speculation.method}"
+        )
+    return OpenedDrafter(DraftSource(head.config, head.weights), head.name, head.weights_hash, head)
+
+
+def open_head(
+    path: str, target: TargetFiles, on_progress: ProgressCallback | None = None
+) -> LoadedHead:
+    """Open a head of whatever kind it is.
+
+    Raises:
+        UnknownModelError: there is no such folder or file.
+        CheckpointError: damaged, or made for another target.
+    """
+    if not Path(path).exists():
+        raise UnknownModelError(f"--head: no such folder or file: {path}")
+    return load_head(Path(path), target.config, on_progress=on_progress)
+
+
+def _open_head(
+    speculation: SpeculationConfig, target: TargetFiles, on_progress: ProgressCallback | None
+) -> LoadedHead:
+    if speculation.head is not None:
+        return open_head(speculation.head, target, on_progress)
+    if not has_mtp(target.path):
+        raise ParameterError(
+            "method: the target's checkpoint holds no mtp module; give one with head (--head), or "
+            "use another method"
+        )
+    return load_mtp(target.path, target.config)
+
+
+def _open_draft_model(
+    name: str, target: TargetFiles, on_progress: ProgressCallback | None
+) -> OpenedDrafter:
+    checkpoint = load(resolve(name, pull=True, on_progress=on_progress), on_progress=on_progress)
+    ours, theirs = checkpoint.tokenizer.fingerprint, target.tokenizer.fingerprint
+    if ours != theirs:
+        checkpoint.weights.close()
+        raise UnsupportedModelError(
+            f"draft model {checkpoint.name} has another tokeniser than the target: vocabulary "
+            f"{ours[:16]} is not {theirs[:16]}; its tokens would mean something else; choose a "
+            "draft model of the target's family"
+        )
+    source = DraftSource(checkpoint.config, checkpoint.weights)
+    return OpenedDrafter(source, checkpoint.name, checkpoint.weights_hash, None)
+
+
+def build_drafter(
+    speculation: SpeculationConfig,
+    opened: OpenedDrafter | None,
+    target: Decoder,
+    *,
+    max_batch_size: int,
+    max_model_len: int,
+) -> Drafter | None:
+    """Load the weights and build the drafter; the files are closed."""
+    try:
+        return create_drafter(
+            speculation,
+            source=None if opened is None else opened.source,
+            target=target,
+            max_batch_size=max_batch_size,
+            max_model_len=max_model_len,
+        )
+    finally:
+        if opened is not None:
+            opened.close()
+
+
+def drafter_items(
+    source: DraftSource,
+    speculation: SpeculationConfig,
+    *,
+    dtype: torch.dtype,
+    max_batch_size: int,
+    max_model_len: int,
+) -> Sequence[MemoryItem]:
+    """The drafter's lines of the memory plan: weights, own cache, draft logits."""
+    config = source.config
+    items = [weights_item("draft weights", config.weight_shapes(), dtype)]
+    if isinstance(config, MedusaConfig):
+        rows, width = max_batch_size * config.num_heads, config.vocab_size
+    else:
+        layers = config if isinstance(config, DecoderConfig) else config.layers
+        num_slots = max_model_len + drafted_slots(speculation)
+        items.append(cache_item("draft KV cache", layers, dtype, max_batch_size, num_slots))
+        width = getattr(config, "draft_vocab_size", layers.vocab_size)
+        assert speculation.dynamic_tree_max_topK is not None
+        rows = max_batch_size * speculation.dynamic_tree_max_topK
+    items.append(MemoryItem("draft buffers", "draft logits of one pass", 2 * 4 * rows * width))
+    return items
