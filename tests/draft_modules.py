@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -16,8 +17,6 @@ from outrider.models.heads.base import DraftOutput
 from outrider.models.heads.config import Eagle3Config, MedusaConfig, MtpConfig
 from outrider.models.layers import Segment, loud_rows
 from tests.models import tiny_config
-
-DRAFT_VOCAB = 200  # of EAGLE-3's reduced vocabulary: every second target token and some more
 
 # (request's tokens so far, how many to foresee) -> the target's own next tokens
 Foresight = Callable[[Sequence[int], int], list[int]]
@@ -44,15 +43,17 @@ def head_config(
     method: Method, target: DecoderConfig
 ) -> DecoderConfig | Eagle3Config | MtpConfig | MedusaConfig:
     """Small, and with the options that the published checkpoints mostly have."""
-    layers = tiny_config(num_layers=1)
+    num_layers = target.num_layers
+    layers = replace(target, num_layers=1, no_rope_layers=(), sliding_layers=())
     if method is Method.DRAFT:
-        return tiny_config(num_layers=1, hidden_size=48, num_heads=4, head_dim=12, mlp_size=64)
+        return tiny_config(num_layers=1, hidden_size=48, vocab_size=target.vocab_size)
     if method is Method.EAGLE3:
+        published = (2, num_layers // 2, num_layers - 3)
         return Eagle3Config(
             layers=layers,
             target_hidden_size=target.hidden_size,
-            capture_layers=(0, 1, 2),
-            draft_vocab_size=DRAFT_VOCAB,
+            capture_layers=published if num_layers >= 7 else (0, 1, 2),
+            draft_vocab_size=target.vocab_size // 2,
         )
     if method is Method.MTP:
         return MtpConfig(layers=layers)
@@ -61,7 +62,12 @@ def head_config(
 
 
 def random_drafter(
-    method: Method, target: Decoder, speculation: SpeculationConfig, *, max_batch_size: int
+    method: Method,
+    target: Decoder,
+    speculation: SpeculationConfig,
+    *,
+    max_batch_size: int,
+    max_model_len: int = 256,
 ) -> Drafter:
     """A drafter on random weights: hardly ever right."""
     drafter = create_drafter(
@@ -69,7 +75,7 @@ def random_drafter(
         source=random_source(method, target),
         target=target,
         max_batch_size=max_batch_size,
-        max_model_len=256,
+        max_model_len=max_model_len,
     )
     assert drafter is not None
     return drafter
@@ -82,18 +88,25 @@ def oracle_drafter(
     futures: Sequence[Sequence[int]],
     *,
     max_batch_size: int,
+    max_model_len: int = 256,
 ) -> Drafter:
     """The same drafter with logits that put the target's own next token far above all others.
 
     The module's own pass runs all the same, on its own cache. ``futures`` are whole texts.
     """
-    drafter = random_drafter(method, target, speculation, max_batch_size=max_batch_size)
+    drafter = random_drafter(
+        method,
+        target,
+        speculation,
+        max_batch_size=max_batch_size,
+        max_model_len=max_model_len,
+    )
     if isinstance(drafter, MedusaDrafter):
         _make_oracle(drafter, futures, target.config.vocab_size)
     else:
         assert isinstance(drafter, AutoregressiveDrafter)
-        drafter._vocabulary = None
-        drafter._module = _OracleModule(drafter._module, futures, target.config.vocab_size)
+        drafter.vocabulary = None
+        drafter.module = _OracleModule(drafter.module, futures, target.config.vocab_size)
     return drafter
 
 
@@ -161,7 +174,7 @@ class _OracleModule:
 
 def _make_oracle(drafter: MedusaDrafter, futures: Sequence[Sequence[int]], vocab_size: int) -> None:
     """Let the heads look the drafting requests up in the texts."""
-    heads_forward, propose = drafter._heads.forward, drafter.propose
+    heads_forward, propose = drafter.heads.forward, drafter.propose
     drafting: list = []
 
     def forward(state_RD: torch.Tensor, num_heads: int) -> list[torch.Tensor]:
@@ -180,5 +193,5 @@ def _make_oracle(drafter: MedusaDrafter, futures: Sequence[Sequence[int]], vocab
         drafting[:] = [r for r, depth in pairs if depth > 0 and r.request_id in drafter._state_of]
         return propose(requests, max_depth, min_score)
 
-    drafter._heads.forward = forward  # type: ignore[method-assign]
+    drafter.heads.forward = forward  # type: ignore[method-assign]
     drafter.propose = propose_known  # type: ignore[method-assign]

@@ -57,7 +57,10 @@ def open_llm(engine: EngineOptions, speculation: SpeculationOptions, **more: Any
     with console.Stages() as stages:
         from outrider.llm import LLM
 
-        return LLM(engine.model, engine=settings, on_progress=stages, **chosen)
+        llm = LLM(engine.model, engine=settings, on_progress=stages, **chosen)
+    for warning in llm.warnings:
+        console.note(f"warning: {warning}")
+    return llm
 
 
 @models.command(name="list")

@@ -17,6 +17,7 @@ import torch
 
 from outrider.budget import CostTable, measure_costs
 from outrider.config import EngineConfig, SamplingParams, SpeculationConfig
+from outrider.drafters import Drafter
 from outrider.engine import Engine
 from outrider.errors import ParameterError, PromptError
 from outrider.models.architecture import DecoderConfig
@@ -42,6 +43,7 @@ from outrider.pairing import (
     open_drafter,
 )
 from outrider.scheduler import Request
+from outrider.selfcheck import SelfCheck, check_head
 from outrider.types import Completion, ProgressCallback, TextChunk, Usage
 
 Prompt = str | Sequence[int]
@@ -73,6 +75,11 @@ class LLM:
         speculation: what drafts; None chooses what fits the model best (n-gram in this version).
         engine: batch size, context, precision, threads.
         on_progress: told what is being done and, where known, the fraction done.
+
+    Attributes:
+        speculation: what drafts.
+        memory_plan: what was allocated.
+        warnings: what the head's self-check found, in sentences; mostly empty.
 
     Raises:
         OutriderError: see :mod:`outrider.errors`; nothing stays allocated.
@@ -107,7 +114,9 @@ class LLM:
                 opened.close()
             raise
         self.speculation = speculation
-        self._engine = _new_engine(self._loaded, speculation, opened)
+        drafter = _new_drafter(self._loaded, speculation, opened)
+        self._engine = _new_engine(self._loaded, speculation, drafter)
+        self.warnings = _check_head(self._loaded, opened, drafter, on_progress)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -150,7 +159,9 @@ class LLM:
                 opened.close()
             raise
         other.speculation = speculation
-        other._engine = _new_engine(self._loaded, speculation, opened)
+        drafter = _new_drafter(self._loaded, speculation, opened)
+        other._engine = _new_engine(self._loaded, speculation, drafter)
+        other.warnings = _check_head(self._loaded, opened, drafter, None)
         return other
 
     def generate(
@@ -355,8 +366,20 @@ def _cost_table(
     return costs
 
 
-def _new_engine(
+def _new_drafter(
     loaded: _LoadedModel, speculation: SpeculationConfig, opened: OpenedDrafter | None
+) -> Drafter | None:
+    return build_drafter(
+        speculation,
+        opened,
+        loaded.target,
+        max_batch_size=loaded.engine.max_batch_size,
+        max_model_len=loaded.max_model_len,
+    )
+
+
+def _new_engine(
+    loaded: _LoadedModel, speculation: SpeculationConfig, drafter: Drafter | None
 ) -> Engine:
     tokenizer = loaded.files.tokenizer
     return Engine(
@@ -365,17 +388,38 @@ def _new_engine(
         eos_ids=tokenizer.eos_ids,
         config=loaded.engine,
         max_model_len=loaded.max_model_len,
-        drafter=build_drafter(
-            speculation,
-            opened,
-            loaded.target,
-            max_batch_size=loaded.engine.max_batch_size,
-            max_model_len=loaded.max_model_len,
-        ),
+        drafter=drafter,
         max_draft_tokens=speculation.num_draft_tokens,
         costs=loaded.costs if speculation.adaptive else None,
         uses_blocks=speculation.block_verification,
     )
+
+
+def _check_head(
+    loaded: _LoadedModel,
+    opened: OpenedDrafter | None,
+    drafter: Drafter | None,
+    on_progress: ProgressCallback | None,
+) -> tuple[str, ...]:
+    """The self-check's warnings about a head, from its first use on this machine or remembered."""
+    if opened is None or drafter is None or loaded.engine.self_test == "off":
+        return ()
+    results = ResultCache(cache_root(), is_trusted=loaded.engine.self_test != "always")
+    fingerprint, target = loaded.fingerprint, loaded.target
+    key = f"head {opened.weights_hash} {fingerprint.weights_hash} {machine_key(target.dtype)}"
+    found = results.get(key, SelfCheck.from_json)
+    if found is None:
+        found = check_head(
+            drafter,
+            target,
+            loaded.files.tokenizer,
+            recorded=None if opened.head is None else opened.head.recorded_acceptance,
+            on_progress=on_progress,
+        )
+        if found is None:
+            return ()
+        results.put(key, asdict(found))
+    return tuple(found.warnings())
 
 
 def resolve_dtype(name: str) -> torch.dtype:

@@ -130,9 +130,9 @@ class AutoregressiveDrafter:
     ) -> None:
         self.captures = module.captures
         self.num_passes = 0
-        self._module = module
+        self.module = module
         self._shape = Shape.of(config)
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._experience = Experience.none()
         self._cache = module.new_cache(
             max_batch_size=max_batch_size,
@@ -150,8 +150,8 @@ class AutoregressiveDrafter:
         if hidden_TC is not None:
             state.waiting.append(hidden_TC)
         start = self._cache.committed(state.row)
-        end = num_committed + self._module.token_shift
-        tokens = request.token_ids[start + self._module.token_shift : end]
+        end = num_committed + self.module.token_shift
+        tokens = request.token_ids[start + self.module.token_shift : end]
         self._take_in([(state, tokens)], is_silent=True)
 
     def propose(
@@ -173,7 +173,7 @@ class AutoregressiveDrafter:
                 self._shape.max_nodes,
                 min(self._shape.max_depth, depth),
             )
-            state.growth = Growth(request, shape, self._vocabulary, self._experience)
+            state.growth = Growth(request, shape, self.vocabulary, self._experience)
             growing.append((b, _Layers(state.growth, state.row, {}), tokens))
         if growing:
             states = [self._states[requests[b].request_id] for b, _, _ in growing]
@@ -210,7 +210,7 @@ class AutoregressiveDrafter:
 
     def _new_tokens(self, request: DraftRequest, state: _State) -> list[int]:
         """The tokens of the rows to take in; none while a head lacks some of their states."""
-        first = self._cache.committed(state.row) + self._module.token_shift
+        first = self._cache.committed(state.row) + self.module.token_shift
         tokens = request.token_ids[first:]
         is_complete = not self.captures or len(tokens) == state.num_waiting
         return tokens if is_complete else []
@@ -267,7 +267,7 @@ class AutoregressiveDrafter:
         """One pass; ``features`` are the rows' states, in pieces ``[T, X]``."""
         self.num_passes += 1
         feature_RX = torch.cat(list(features)) if features else torch.empty(0, 0)
-        return self._module.forward(segments, feature_RX, self._cache, from_target=from_target)
+        return self.module.forward(segments, feature_RX, self._cache, from_target=from_target)
 
 
 def drafted_slots(config: SpeculationConfig) -> int:

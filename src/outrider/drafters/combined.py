@@ -25,29 +25,29 @@ class CombinedDrafter:
 
     def __init__(self, head: Drafter, ngram: NgramDrafter, max_nodes: int) -> None:
         self.captures = head.captures
-        self._head = head
+        self.head = head
         self._ngram = ngram
         self._max_nodes = max_nodes
 
     @property
     def num_passes(self) -> int:
         """The head's passes."""
-        return self._head.num_passes
+        return self.head.num_passes
 
     def admit(self, request: DraftRequest) -> None:
         """Both take the request in."""
-        self._head.admit(request)
+        self.head.admit(request)
         self._ngram.admit(request)
 
     def prefill(self, request: DraftRequest, num_committed: int, hidden_TC: Tensor | None) -> None:
         """Hand the states to the head."""
-        self._head.prefill(request, num_committed, hidden_TC)
+        self.head.prefill(request, num_committed, hidden_TC)
 
     def propose(
         self, requests: Sequence[DraftRequest], max_depth: Sequence[int], min_score: float = 0.0
     ) -> list[DraftTree]:
         """Both propose; the best nodes of both stay."""
-        ours = self._head.propose(requests, max_depth, min_score)
+        ours = self.head.propose(requests, max_depth, min_score)
         theirs = self._ngram.propose(requests, max_depth, min_score)
         return [
             head
@@ -64,10 +64,10 @@ class CombinedDrafter:
         hidden: Sequence[Tensor | None],
     ) -> None:
         """Both learn; each remembers its own guesses."""
-        self._head.observe(requests, trees, verdicts, hidden)
+        self.head.observe(requests, trees, verdicts, hidden)
         self._ngram.observe(requests, trees, verdicts, hidden)
 
     def release(self, request: DraftRequest) -> None:
         """Both forget the request."""
-        self._head.release(request)
+        self.head.release(request)
         self._ngram.release(request)

@@ -34,7 +34,7 @@ class MedusaDrafter:
     def __init__(self, heads: MedusaHeads, config: SpeculationConfig) -> None:
         self.captures = heads.captures
         self.num_passes = 0
-        self._heads = heads
+        self.heads = heads
         shape = Shape.of(config)
         self._shape = replace(shape, max_depth=min(shape.max_depth, heads.config.num_heads))
         self._experience = Experience.none()
@@ -65,7 +65,7 @@ class MedusaDrafter:
         self.num_passes += 1
         state_BD = torch.stack([self._state_of[requests[b].request_id] for b in drafting])
         num_heads = min(self._shape.max_depth, max(max_depth[b] for b in drafting))
-        logits = [rows.numpy() for rows in self._heads.forward(state_BD, num_heads)]
+        logits = [rows.numpy() for rows in self.heads.forward(state_BD, num_heads)]
         for place, b in enumerate(drafting):
             shape = replace(self._shape, max_depth=min(self._shape.max_depth, max_depth[b]))
             growth = Growth(requests[b], shape, None, self._experience)

@@ -121,7 +121,8 @@ def _numerics_digest() -> str:
     """A digest of the sources that decide a logit's bits: an edit makes old results void."""
     root = Path(__file__).parent
     files = [
-        root / f"{name}.py" for name in ("attention", "decoder", "exactness", "linear", "norm")
+        root / f"{name}.py"
+        for name in ("attention", "decoder", "exactness", "layers", "linear", "norm")
     ]
     return _digest(b"".join(file.read_bytes() for file in [*files, root.parent / "kv_cache.py"]))
 
