@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError
 
@@ -245,6 +245,7 @@ def inspect(
     model: str = DEFAULT_MODEL,
     /,
     *,
+    head: str | None = None,
     max_batch_size: Whole = 1,
     max_model_len: Whole | None = None,
     dtype: str = "auto",
@@ -253,10 +254,14 @@ def inspect(
 ) -> int:
     """Show a model's architecture, tokeniser, memory plan and exactness on this machine.
 
+    With --head also the drafter: what it is, how it was understood, and whether it fits the model.
+
     Parameters
     ----------
     model
         Name, folder or file.
+    head
+        Draft head, or draft model, to check beside the model.
     max_batch_size
         Requests decoded together, for the memory plan.
     max_model_len
@@ -274,13 +279,48 @@ def inspect(
     from outrider.commands import inspection
 
     with console.Stages() as stages:
-        stages("reading the model", None)
-        found = inspection.inspect(model, settings)
+        found = inspection.inspect(model, settings, head=head, on_progress=stages)
     if json:
         console.print_json({"schema_version": SCHEMA_VERSION, **found.to_json()})
     else:
         for part in found.tables():
             console.stdout().print(part)
+    return EXIT_OK
+
+
+@app.command
+def convert(
+    head: Path,
+    /,
+    *,
+    model: str,
+    layout: Literal["safeailab", "speculators"],
+    out: Path,
+    json: Flag = False,
+) -> int:
+    """Write an EAGLE-3 head in another layout, for another engine; its weights stay as they are.
+
+    Parameters
+    ----------
+    head
+        Folder or file of the head.
+    model
+        The model it drafts for: name, folder or file.
+    layout
+        The layout to write.
+    out
+        Folder to write; must not exist, or be empty.
+    json
+        Print one JSON document.
+    """
+    from outrider.commands import convert as conversion
+
+    with console.Stages() as stages:
+        done = conversion.convert(head, model, layout, out, on_progress=stages)
+    if json:
+        console.print_json({"schema_version": SCHEMA_VERSION, **done.to_json()})
+    else:
+        console.stdout().print(done.table())
     return EXIT_OK
 
 

@@ -73,8 +73,8 @@ def open_drafter(
     if head.method is not speculation.method:
         head.weights.close()
         raise ParameterError(
-            f"head: {head.name} is an {head.method} head; use --method {head.method}, or another "
-            f"head for {speculation.method}"
+            f"head: {head.name} is a head for method {head.method}; use that, or another head for "
+            f"{speculation.method}"
         )
     return OpenedDrafter(DraftSource(head.config, head.weights), head.name, head.weights_hash, head)
 

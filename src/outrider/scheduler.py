@@ -52,7 +52,7 @@ class Request:
         self.error: str | None = None
         self.draft_s = 0.0
         self.verify_s = 0.0
-        self.draft_passes = 0.0
+        self.draft_passes = 0
         self._submitted_s = time.perf_counter()
         self._admitted_s: float | None = None
         self._first_token_s: float | None = None
@@ -125,6 +125,7 @@ class Request:
             draft_s=self.draft_s,
             verify_s=self.verify_s,
             num_first=self._num_first,
+            draft_passes=self.draft_passes,
         )
 
 

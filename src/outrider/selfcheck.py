@@ -106,6 +106,8 @@ def check_head(
     on_progress: ProgressCallback | None = None,
 ) -> SelfCheck | None:
     """The whole check on bundled prompts; None for a drafter without a head."""
+    if not drafter.captures:
+        return None
     if on_progress is not None:
         on_progress("self-check: the draft head", None)
     texts = [

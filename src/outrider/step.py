@@ -187,7 +187,7 @@ def _record(
     for request in requests:
         request.draft_s += (drafted - started) / len(requests)
         request.verify_s += (verified - drafted) / len(requests)
-        request.draft_passes += num_passes / len(requests)
+        request.draft_passes += num_passes
     record = StepRecord(
         num_requests=len(requests),
         num_rows=sum(len(tree) for tree in trees),

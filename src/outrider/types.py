@@ -132,7 +132,8 @@ class Timing:
     """A request's clock in seconds, from its submission.
 
     ``decode_s`` runs from the first emitted tokens, of which there were ``num_first``, to the last;
-    ``draft_s`` and ``verify_s`` are the shares of the steps this request took part in.
+    ``draft_s`` and ``verify_s`` are its shares of the steps it took part in, and ``draft_passes``
+    counts the draft module's passes in them (0 for n-gram).
     """
 
     queue_s: float
@@ -142,6 +143,7 @@ class Timing:
     draft_s: float
     verify_s: float
     num_first: int = 1
+    draft_passes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,14 @@ class Completion:
         """
         later = self.usage.completion_tokens - self.timing.num_first
         return later / self.timing.decode_s if later > 0 and self.timing.decode_s > 0 else None
+
+    @property
+    def draft_cost(self) -> float | None:
+        """Time of one draft pass over one target pass; None where no draft module ran."""
+        timing, steps = self.timing, self.speculation.verify_steps
+        if not (timing.draft_passes and steps and timing.verify_s > 0):
+            return None
+        return (timing.draft_s / timing.draft_passes) / (timing.verify_s / steps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,14 +39,19 @@ def completion_json(
             "acceptance_length": speculation.acceptance_length,
             "per_position": speculation.per_position,
         },
-        "timing": {**asdict(completion.timing), "decode_tokens_per_s": completion.decode_rate},
+        "timing": {
+            **asdict(completion.timing),
+            "decode_tokens_per_s": completion.decode_rate,
+            "draft_pass_over_target_pass": completion.draft_cost,
+        },
         "fingerprint": fingerprint,
     }
 
 
 def stats_table(completion: Completion) -> Table:
     """Counts and times of one answer, to print on stderr."""
-    speculation, timing, rate = completion.speculation, completion.timing, completion.decode_rate
+    speculation, timing = completion.speculation, completion.timing
+    rate, cost = completion.decode_rate, completion.draft_cost
     per_position = " ".join(f"{share:.2f}" for share in speculation.per_position)
     rows = [
         ("prompt tokens", str(completion.usage.prompt_tokens)),
@@ -55,6 +60,7 @@ def stats_table(completion: Completion) -> Table:
         ("tokens/s after the first", "-" if rate is None else f"{rate:.1f}"),
         ("total", console.format_seconds(timing.total_s)),
         ("drafting / verifying", f"{timing.draft_s:.2f} s / {timing.verify_s:.2f} s"),
+        ("one draft pass / one target pass", "-" if cost is None else f"{cost:.3f}"),
         ("method", completion.method),
         ("verify steps", str(speculation.verify_steps)),
         ("drafted / accepted", f"{speculation.drafted} / {speculation.accepted}"),

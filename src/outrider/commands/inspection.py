@@ -2,7 +2,8 @@
 
 Owns the facts that ``outrider inspect`` shows: architecture, rotary embedding, tokeniser, memory
 plan, and what the self-test found earlier on this machine. Reads headers and hashes; no weight is
-loaded. Stands between :mod:`outrider.cli` and :mod:`outrider.models`.
+loaded. Stands between :mod:`outrider.cli` and :mod:`outrider.models`; what it says about a drafter
+beside the model is :mod:`outrider.commands.head_inspection`'s.
 """
 
 from __future__ import annotations
@@ -14,16 +15,26 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from outrider.commands.architecture_text import (
+    attention_line,
+    extras_line,
+    rope_line,
+    size_line,
+)
 from outrider.commands.console import format_bytes, table
+from outrider.commands.head_inspection import HeadInspection, inspect_head
 from outrider.config import EngineConfig, SpeculationConfig
 from outrider.llm import resolve_dtype, resolve_max_model_len
-from outrider.models.architecture import DecoderConfig, RopeConfig
+from outrider.models.architecture import DecoderConfig
 from outrider.models.exactness import remembered_exactness
 from outrider.models.loading import LoadedCheckpoint, load
 from outrider.models.loading.cache import cache_root
+from outrider.models.loading.heads import has_mtp
 from outrider.models.loading.hub import resolve
 from outrider.models.machine import ResultCache, processor_name
 from outrider.models.memory import MemoryPlan, plan_memory
+from outrider.pairing import TargetFiles
+from outrider.types import ProgressCallback
 
 EXACTNESS = {
     True: ("L2", "speculation on, off or with another drafter gives identical text (self-test)"),
@@ -34,10 +45,10 @@ EXACTNESS = {
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """The facts about one checkpoint under given engine settings.
+    """The facts about one checkpoint, and a drafter beside it, under given engine settings.
 
-    ``is_exact`` is None when no self-test of this model, precision and thread count was run on
-    this machine yet.
+    The plan is for chains of ``max_draft_tokens`` and includes the drafter. ``is_exact`` is None
+    when no self-test of this model, precision and thread count was run on this machine yet.
     """
 
     checkpoint: LoadedCheckpoint
@@ -45,8 +56,11 @@ class Inspection:
     threads: int
     max_batch_size: int
     max_model_len: int
+    max_draft_tokens: int
     plan: MemoryPlan
     is_exact: bool | None
+    has_mtp: bool
+    head: HeadInspection | None
 
     @property
     def num_parameters(self) -> int:
@@ -63,6 +77,7 @@ class Inspection:
             "source_bytes": checkpoint.source_bytes,
             "num_parameters": self.num_parameters,
             "architecture": asdict(checkpoint.config),
+            "has_mtp": self.has_mtp,
             "tokenizer": {
                 "vocab_size": tokenizer.vocab_size,
                 "bos_id": tokenizer.bos_id,
@@ -73,6 +88,8 @@ class Inspection:
             "memory_plan": {
                 "max_batch_size": self.max_batch_size,
                 "max_model_len": self.max_model_len,
+                "max_draft_tokens": self.max_draft_tokens,
+                "uses_tree": False,
                 "items": [
                     {"what": what, "detail": detail, "bytes": size}
                     for what, detail, size in self.plan.rows()
@@ -89,6 +106,7 @@ class Inspection:
                 "processor": processor_name(),
                 "torch_version": torch.__version__,
             },
+            "head": None if self.head is None else self.head.to_json(),
         }
 
     @property
@@ -102,6 +120,7 @@ class Inspection:
         return [
             self._architecture_table(),
             self._tokenizer_table(),
+            *(() if self.head is None else self.head.tables()),
             self._memory_table(),
             self._exactness_table(),
         ]
@@ -114,16 +133,13 @@ class Inspection:
             ("file", format_bytes(self.checkpoint.source_bytes)),
             ("weights", self.checkpoint.weights_hash),
             ("layers", str(config.num_layers)),
-            ("hidden / MLP size", f"{config.hidden_size:,} / {config.mlp_size:,}"),
-            (
-                "attention",
-                f"{config.num_heads} query heads, {config.num_kv_heads} key/value heads of "
-                f"{config.head_dim}",
-            ),
+            ("hidden / MLP size", size_line(config)),
+            ("attention", attention_line(config)),
             ("vocabulary", f"{config.vocab_size:,}, {_embeddings(config)}"),
             ("context", f"{config.max_position:,} tokens"),
             ("rotary embedding", rope_line(config.rope)),
-            ("further", _extras(config) or "-"),
+            ("further", extras_line(config)),
+            ("MTP module", "yes (--method mtp)" if self.has_mtp else "no"),
         ]
         return table(("", ""), rows, title=self.checkpoint.name, numbers_from=2)
 
@@ -149,7 +165,7 @@ class Inspection:
         rows.append(("available", "", "unknown" if available is None else format_bytes(available)))
         title = (
             f"Memory for {self.max_batch_size} request(s) at once of up to "
-            f"{self.max_model_len:,} tokens"
+            f"{self.max_model_len:,} tokens, with chains of {self.max_draft_tokens} drafted tokens"
         )
         return table(("what", "", "size"), rows, title=title, numbers_from=2)
 
@@ -162,25 +178,50 @@ class Inspection:
         return table(("", ""), rows, title="Exactness", numbers_from=2)
 
 
-def inspect(model: str, engine: EngineConfig) -> Inspection:
-    """Read a model's facts.
+def inspect(
+    model: str,
+    engine: EngineConfig,
+    *,
+    head: str | None = None,
+    on_progress: ProgressCallback | None = None,
+) -> Inspection:
+    """Read a model's facts, and those of a drafter for it.
+
+    Args:
+        model: a name, folder or file; one that is only known by name is not fetched.
+        engine: what the plan is for.
+        head: a draft head or a draft model.
+        on_progress: called with what is being done.
 
     Raises:
-        UnknownModelError: no such model; one that is only known by name is not fetched.
-        CheckpointError: the files are broken or not a supported model.
+        UnknownModelError: no such model or head.
+        CheckpointError: the files are broken or not a supported model, or they do not fit together.
         ParameterError: a setting does not fit the model.
     """
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
-    checkpoint = load(resolve(model))
+    path = resolve(model)
+    checkpoint = load(path, on_progress=on_progress)
+    checkpoint.weights.close()
     dtype = resolve_dtype(engine.dtype)
     max_model_len = resolve_max_model_len(checkpoint.config, engine)
+    found = None
+    if head is not None:
+        found = inspect_head(
+            head,
+            TargetFiles(path, checkpoint.config, checkpoint.tokenizer),
+            dtype=dtype,
+            max_batch_size=engine.max_batch_size,
+            max_model_len=max_model_len,
+            on_progress=on_progress,
+        )
+    speculation = SpeculationConfig() if found is None else found.speculation
     plan = plan_memory(
         checkpoint.config,
         dtype=dtype,
         max_batch_size=engine.max_batch_size,
         max_model_len=max_model_len,
-        max_draft_tokens=SpeculationConfig().num_draft_tokens,
+        max_draft_tokens=speculation.num_draft_tokens,
         prefill_chunk=engine.prefill_chunk,
     )
     return Inspection(
@@ -189,39 +230,15 @@ def inspect(model: str, engine: EngineConfig) -> Inspection:
         threads=torch.get_num_threads(),
         max_batch_size=engine.max_batch_size,
         max_model_len=max_model_len,
-        plan=plan,
+        max_draft_tokens=speculation.num_draft_tokens,
+        plan=plan if found is None else plan.plus(found.items),
         is_exact=remembered_exactness(
             checkpoint.config, dtype, checkpoint.weights_hash, ResultCache(cache_root())
         ),
+        has_mtp=has_mtp(path),
+        head=found,
     )
-
-
-def rope_line(rope: RopeConfig) -> str:
-    """The rotary embedding in one line, with the fields its kind uses."""
-    fields = {
-        "default": (),
-        "linear": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position"),
-        "yarn": ("factor", "beta_fast", "beta_slow", "original_max_position", "attention_factor"),
-    }[rope.kind]
-    values = [f"{name} {getattr(rope, name)}" for name in fields]
-    return ", ".join([f"{rope.kind}, theta {rope.theta:,.0f}", *values])
 
 
 def _embeddings(config: DecoderConfig) -> str:
     return "tied embeddings" if config.tied_embeddings else "untied embeddings"
-
-
-def _extras(config: DecoderConfig) -> str:
-    """The options that this model uses beyond the plain Llama layer."""
-    options = {
-        "attention bias": config.attention_bias,
-        "attention output bias": config.attention_out_bias,
-        "MLP bias": config.mlp_bias,
-        "per-head query and key norms": config.qk_norm,
-        f"{len(config.no_rope_layers)} layers without rotation": bool(config.no_rope_layers),
-        f"sliding window of {config.sliding_window} in {len(config.sliding_layers)} layers": bool(
-            config.sliding_layers
-        ),
-    }
-    return ", ".join(name for name, used in options.items() if used)

@@ -20,9 +20,17 @@ is read; whatever is wrong is one error that names it.
 
 from __future__ import annotations
 
-from outrider.models.loading.heads.load import load_head
+from outrider.models.loading.heads.load import is_whole_model, load_head
 from outrider.models.loading.heads.loaded import LoadedHead
 from outrider.models.loading.heads.mtp import has_mtp, load_mtp
 from outrider.models.loading.heads.write import LAYOUTS, write_eagle3
 
-__all__ = ["LAYOUTS", "LoadedHead", "has_mtp", "load_head", "load_mtp", "write_eagle3"]
+__all__ = [
+    "LAYOUTS",
+    "LoadedHead",
+    "has_mtp",
+    "is_whole_model",
+    "load_head",
+    "load_mtp",
+    "write_eagle3",
+]

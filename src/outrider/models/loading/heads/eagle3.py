@@ -114,6 +114,7 @@ def load_eagle3(source: HeadSource, target: DecoderConfig) -> LoadedHead:
         layout=_layout(source, stored),
         conventions=conventions,
         recorded_acceptance=settings.recorded_acceptance,
+        trained_positions=settings.trained_positions,
     )
 
 

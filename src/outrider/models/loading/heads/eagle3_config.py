@@ -38,11 +38,15 @@ _OPTIONS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Settings:
-    """A head's description, what was translated on the way, and the figure its maker recorded."""
+    """A head's description, what was translated on the way, and the figure its maker recorded.
+
+    ``trained_positions`` is None where the head's positions reach as far as the target's.
+    """
 
     config: Eagle3Config
     conventions: tuple[str, ...]
     recorded_acceptance: float | None
+    trained_positions: int | None
 
 
 @dataclass(slots=True)
@@ -53,6 +57,7 @@ class _Reader:
     tensors: Mapping[str, StoredTensor]
     target: DecoderConfig
     notes: list[str] = field(default_factory=list)
+    trained_positions: int | None = None
 
     @property
     def is_speculators(self) -> bool:
@@ -103,7 +108,7 @@ def read_config(
             has_own_head=_has_own_head(reader),
         )
         recorded = ours.positive("recorded_acceptance", None)
-    return Eagle3Settings(config, tuple(reader.notes), recorded)
+    return Eagle3Settings(config, tuple(reader.notes), recorded, reader.trained_positions)
 
 
 def _layers(reader: _Reader) -> DecoderConfig:
@@ -142,6 +147,7 @@ def _layers(reader: _Reader) -> DecoderConfig:
             f"max_position_embeddings {layers.max_position} is below the target's: positions go on "
             f"to {target.max_position}"
         )
+        reader.trained_positions = layers.max_position
         layers = replace(layers, max_position=target.max_position)
     return layers
 

@@ -30,6 +30,9 @@ _OTHERS = {
     "hydra": "Hydra",
 }
 
+# Every decoder has both; an EAGLE-1 head has an embedding too, but no norm before its first layer.
+_WHOLE = {"model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"}
+
 
 def load_head(
     path: Path, target: DecoderConfig, *, on_progress: ProgressCallback | None = None
@@ -64,6 +67,28 @@ def load_head(
     except BaseException:
         source.opened.close()
         raise
+
+
+def is_whole_model(path: Path, target: DecoderConfig) -> bool:
+    """Whether ``path`` is a model of its own, rather than a head or something broken.
+
+    A model that brings a multi-token-prediction module as wide as the target counts as a head.
+    Reads headers only.
+
+    Raises:
+        UnknownModelError, UnsafeFileError, CheckpointError: as :func:`load_head`.
+    """
+    if path.suffix.lower() == ".gguf" or (
+        path.is_dir() and any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))
+    ):
+        return True
+    source = HeadSource.open(path)
+    with source.opened:
+        names = source.tensors
+        if is_eagle3(names) or is_medusa(names) or not names.keys() >= _WHOLE:
+            return False
+        is_as_wide = source.fields.raw("hidden_size", None) == target.hidden_size
+        return not (is_as_wide and is_mtp(source, target))
 
 
 def _refuse_others(source: HeadSource) -> None:

@@ -28,6 +28,8 @@ class LoadedHead:
         layout: whose format it was read from.
         conventions: what was found where layouts differ, and how it was translated; sentences.
         recorded_acceptance: the acceptance length its maker measured, where we wrote it down.
+        trained_positions: how far config.json says the head's own positions reach, where that is
+            less than the target's; the head runs on beyond them.
     """
 
     method: Method
@@ -39,6 +41,7 @@ class LoadedHead:
     layout: str
     conventions: tuple[str, ...] = ()
     recorded_acceptance: float | None = None
+    trained_positions: int | None = None
 
     @property
     def vocabulary_coverage(self) -> float:
@@ -57,6 +60,7 @@ def loaded_head(
     layout: str,
     conventions: Sequence[str],
     recorded_acceptance: float | None = None,
+    trained_positions: int | None = None,
 ) -> LoadedHead:
     """A head that has files of its own."""
     try:
@@ -75,4 +79,5 @@ def loaded_head(
         layout=layout,
         conventions=tuple(conventions),
         recorded_acceptance=recorded_acceptance,
+        trained_positions=trained_positions,
     )
