@@ -53,6 +53,7 @@ class FakeLLM:
     """Answers with ``answers[i]`` to the i-th request, then repeats the last one.
 
     The speculative arm emits ``speed`` tokens per verify step and takes ``1 / speed`` of the time.
+    With ``draft_cost``, each of its steps had one draft pass, of that share of a target pass.
     ``before_chunk`` is called with the chunk's index while an answer streams.
     """
 
@@ -63,6 +64,7 @@ class FakeLLM:
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     fingerprint: FakeFingerprint = field(default_factory=FakeFingerprint)
     error: str | None = None
+    draft_cost: float = 0.0
     before_chunk: Callable[[int], None] = lambda _: None
     prompts: list[list[int]] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
@@ -112,6 +114,8 @@ class FakeLLM:
         if not is_plain and later:
             stats = SpeculationStats(later // 2, later, later // 2, [later // 2])
         decode_s = later * PLAIN_S_PER_TOKEN / (1.0 if is_plain else self.speed)
+        draft_s = decode_s * self.draft_cost
+        num_passes = stats.verify_steps if self.draft_cost else 0
         return Completion(
             text=text,
             token_ids=tuple(ord(char) for char in text),
@@ -119,7 +123,9 @@ class FakeLLM:
             usage=Usage(len(ids), len(text)),
             method=self.speculation.method.value,
             speculation=stats,
-            timing=Timing(0.0, 0.01, decode_s, 0.01 + decode_s, 0.0, decode_s),
+            timing=Timing(
+                0.0, 0.01, decode_s, 0.01 + decode_s, draft_s, decode_s, draft_passes=num_passes
+            ),
             fingerprint=self.fingerprint.text,
             seed=params.seed,
             error=self.error,

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,10 @@ from outrider import cli
 from outrider.commands.options import SpeculationOptions
 from outrider.config import Accept, Method
 from outrider.errors import CapacityError, DownloadError, UnknownModelError
+from outrider.models.loading.heads import LAYOUTS
 from tests.fake_llm import FakeLLM, FakeTokenizer
+from tests.tiny import TinyModel, write_hf_checkpoint
+from tests.tiny_heads import write_eagle3_head, write_medusa_head
 
 
 @pytest.fixture
@@ -200,6 +204,11 @@ def test_without_speculation_flags_the_choice_is_the_engines():
         (["chat", "--top-p", "0"], "top_p: 0 is outside (0, 1]"),
         (["demo", "--minutes", "0"], "minutes: 0.0 is outside (0, 600]"),
         (["inspect", "--max-batch-size", "0"], "max_batch_size: 0 is outside"),
+        (["convert", "head"], "--model"),
+        (
+            ["convert", "h", "--model", "m", "--out", "o", "--layout", "gguf"],
+            'Choose from: "safeailab", "speculators"',
+        ),
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_exit_status_2(llm, capsys, arguments, expected):
@@ -335,6 +344,25 @@ def test_generate_stats_go_to_stderr(capsys):
     assert "exactness L2" in captured.err
 
 
+def test_generate_stats_tell_what_a_draft_pass_costs(llm, capsys):
+    llm.draft_cost = 0.125
+
+    assert 0 == cli.main(["generate", "Hi", "--stats", "--json"])
+    captured = capsys.readouterr()
+    assert re.search(r"one draft pass / one target pass +0\.125", captured.err)
+    timing = json.loads(captured.out)["timing"]
+    assert (5, 0.125) == (timing["draft_passes"], timing["draft_pass_over_target_pass"])
+
+
+@pytest.mark.usefixtures("llm")
+def test_generate_stats_of_n_gram_know_no_draft_pass(capsys):
+    assert 0 == cli.main(["generate", "Hi", "--stats", "--json"])
+
+    captured = capsys.readouterr()
+    assert re.search(r"one draft pass / one target pass +-", captured.err)
+    assert json.loads(captured.out)["timing"]["draft_pass_over_target_pass"] is None
+
+
 def test_a_request_that_ended_in_an_error_is_a_failure(llm, capsys):
     llm.error = "logits were not finite"
 
@@ -443,3 +471,94 @@ def test_endless_input_is_refused(monkeypatch, capsys):
 def test_a_whole_number_is_never_rounded(flag: str, value: str, capsys):
     assert 2 == cli.main(["generate", "hi", flag, value])
     assert f"'{value}' is not a whole number" in capsys.readouterr().err
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A tiny model with an EAGLE-3 head, in a folder, and a user cache of its own."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    write_hf_checkpoint(tmp_path / "model")
+    write_eagle3_head(tmp_path / "head", TinyModel(), "specforge")
+    return tmp_path
+
+
+def convert(files: Path, head: str, *flags: str, out: str = "out") -> int:
+    """Run the verb on ``files``."""
+    given = ["--model", str(files / "model"), "--out", str(files / out), *flags]
+    return cli.main(["convert", str(files / head), *given])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_convert_writes_a_head_that_is_read_again(files, capsys, layout):
+    assert 0 == convert(files, "head", "--layout", layout, "--json")
+    document = json.loads(capsys.readouterr().out)
+    assert (1, "SpecForge", layout) == (
+        document["schema_version"],
+        document["source_layout"],
+        document["layout"],
+    )
+    assert 0 == convert(files, "out", "--layout", layout, out="again")
+    assert f"-> {layout}" in capsys.readouterr().out
+    assert (files / "out" / "model.safetensors").read_bytes() == (
+        files / "again" / "model.safetensors"
+    ).read_bytes()
+
+
+def last_line_of(capsys) -> str:
+    """The error behind the lines that tell the progress; stdout must be empty."""
+    captured = capsys.readouterr()
+    *progress, line = captured.err.splitlines()
+
+    assert "" == captured.out
+    assert all(told.startswith("outrider: reading ") for told in progress)
+    assert line.startswith("outrider: error: ")
+    return line
+
+
+def test_convert_leaves_a_folder_in_use_alone(files, capsys):
+    before = (files / "head" / "config.json").read_bytes()
+
+    assert 2 == convert(files, "head", "--layout", "safeailab", out="head")
+    assert "exists and is not an empty folder; name a new one" in last_line_of(capsys)
+    assert before == (files / "head" / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("head", "status", "expected"),
+    [
+        ("absent", 2, "no such folder or file"),
+        ("wide", 1, "hidden_size is 32, the target's hidden size is 64"),
+        ("pickle", 1, "a pickle, which can run code when opened"),
+        ("medusa", 2, "only EAGLE-3 heads have several layouts"),
+        ("model", 1, "not a draft head that we know"),
+    ],
+)
+def test_convert_refuses_what_is_no_fitting_head(files, capsys, head, status, expected):
+    write_eagle3_head(files / "wide", TinyModel(hidden_size=32), "specforge")
+    write_medusa_head(files / "medusa", TinyModel())
+    (files / "pickle").mkdir()
+    (files / "pickle" / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+
+    assert status == convert(files, head, "--layout", "speculators")
+    assert expected in last_line_of(capsys)
+    assert not (files / "out").exists()
+
+
+def test_generate_with_a_head_counts_its_passes(files, capsys):
+    model = ["--model", str(files / "model"), "--dtype", "float32"]
+    drafting = ["--method", "eagle3", "--head", str(files / "head")]
+    flags = ["--ignore-eos", "--max-tokens", "12", "--json", "--stats"]
+
+    assert 0 == cli.main(["generate", "The outrider", *model, *drafting, *flags])
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    timing, speculation = document["timing"], document["speculation"]
+    assert "eagle3" == speculation["method"]
+    assert speculation["drafted"] > 0
+    assert timing["draft_passes"] > 0
+    assert (
+        pytest.approx(timing["draft_pass_over_target_pass"])
+        == (timing["draft_s"] / timing["draft_passes"] * speculation["verify_steps"])
+        / timing["verify_s"]
+    )
+    assert re.search(r"one draft pass / one target pass +[0-9]+\.[0-9]{3}", captured.err)

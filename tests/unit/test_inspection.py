@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from outrider import cli
 from outrider.commands import inspection
+from outrider.commands.architecture_text import rope_line
 from outrider.config import EngineConfig
 from outrider.errors import ParameterError
 from outrider.models.architecture import RopeConfig
@@ -138,4 +139,4 @@ def test_a_model_that_is_not_there_is_a_usage_error(folder, capsys):
     ],
 )
 def test_the_rotary_embedding_is_told_with_what_its_kind_uses(rope, expected):
-    assert expected in inspection.rope_line(rope)
+    assert expected in rope_line(rope)

@@ -64,6 +64,20 @@ def test_speculation_on_and_off_share_weights_and_agree(llm: LLM) -> None:
     assert len(without.token_ids) == without.speculation.verify_steps
 
 
+def test_a_request_counts_the_draft_passes_of_its_steps_in_any_batch(llm: LLM, model: Path) -> None:
+    """Its share of a step is then divided by whole passes, as by whole steps."""
+    drafting = llm.with_speculation(
+        SpeculationConfig(method=Method.DRAFT, head=str(model), max_draft_len=3, adaptive=False)
+    )
+    params = SamplingParams(max_tokens=21, ignore_eos=True)
+    alone = drafting.generate("A river does not", params)[0]
+    together = drafting.generate(["A river does not"] * 3, params)
+
+    assert alone.timing.draft_passes > alone.speculation.verify_steps
+    assert [alone.timing.draft_passes] * 3 == [c.timing.draft_passes for c in together]
+    assert llm.generate("A river does not", params)[0].timing.draft_passes == 0
+
+
 def test_a_stream_adds_up_to_the_completion(llm: LLM) -> None:
     expected = llm.generate("A river does not", WARM)[0]
     chunks = list(llm.stream("A river does not", WARM))

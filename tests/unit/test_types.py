@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import outrider.types
-from outrider.types import DIMENSIONS, FinishReason, SpeculationStats, Usage, Verdict
+from outrider.types import (
+    DIMENSIONS,
+    Completion,
+    FinishReason,
+    SpeculationStats,
+    Timing,
+    Usage,
+    Verdict,
+)
 
 
 @st.composite
@@ -106,3 +114,32 @@ def test_the_dimension_key_is_the_one_in_the_module_docstring():
     assert outrider.types.__doc__ is not None
     for letter, meaning in DIMENSIONS.items():
         assert f"{letter}    {meaning}" in outrider.types.__doc__
+
+
+def completion_of(stats: SpeculationStats, timing: Timing) -> Completion:
+    return Completion(
+        text="",
+        token_ids=(),
+        finish_reason=FinishReason.LENGTH,
+        usage=Usage(1, 1),
+        method="eagle3",
+        speculation=stats,
+        timing=timing,
+        fingerprint="",
+    )
+
+
+def test_the_cost_of_a_draft_pass_is_told_in_target_passes():
+    """Four steps of 0.5 s with ten draft passes of 0.02 s."""
+    timing = Timing(0, 0, 0, 0, draft_s=0.2, verify_s=2.0, draft_passes=10)
+    stats = SpeculationStats(verify_steps=4)
+
+    assert pytest.approx(0.04) == completion_of(stats, timing).draft_cost
+
+
+def test_without_draft_passes_or_steps_there_is_no_cost():
+    quiet = Timing(0, 0, 0, 0, draft_s=0.2, verify_s=2.0)
+    waiting = Timing(0, 0, 0, 0, draft_s=0.0, verify_s=0.0, draft_passes=1)
+
+    assert completion_of(SpeculationStats(verify_steps=4), quiet).draft_cost is None
+    assert completion_of(SpeculationStats(), waiting).draft_cost is None

@@ -164,8 +164,8 @@ class Inspection:
         rows.append(("total", verdict, format_bytes(self.plan.total_bytes)))
         rows.append(("available", "", "unknown" if available is None else format_bytes(available)))
         title = (
-            f"Memory for {self.max_batch_size} request(s) at once of up to "
-            f"{self.max_model_len:,} tokens, with chains of {self.max_draft_tokens} drafted tokens"
+            f"Memory for {self.max_batch_size} request(s) at once, up to {self.max_model_len:,} "
+            f"tokens each, chains of {self.max_draft_tokens} drafts"
         )
         return table(("what", "", "size"), rows, title=title, numbers_from=2)
 

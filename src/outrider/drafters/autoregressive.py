@@ -189,24 +189,26 @@ class AutoregressiveDrafter:
     def observe(
         self,
         requests: Sequence[DraftRequest],
-        trees: Sequence[DraftTree],  # noqa: ARG002 - the growth holds also what was pruned
+        trees: Sequence[DraftTree],
         verdicts: Sequence[Verdict],
         hidden: Sequence[Tensor | None],
     ) -> None:
         """Count hits and misses; keep the new states for the next step's first pass."""
-        for request, verdict, hidden_TC in zip(requests, verdicts, hidden, strict=True):
+        for request, tree, verdict, hidden_TC in zip(
+            requests, trees, verdicts, hidden, strict=True
+        ):
             state = self._states[request.request_id]
             if state.growth is not None:
-                state.growth.learn(verdict.tokens)
+                state.growth.learn(tree, verdict.tokens)
                 state.growth = None
             if hidden_TC is not None:
                 state.waiting.append(hidden_TC)
 
     def release(self, request: DraftRequest) -> None:
-        """Give the cache row back."""
+        """Give the cache row back, scrubbed: states of a target that failed are not finite."""
         state = self._states.pop(request.request_id, None)
         if state is not None:
-            self._cache.free(state.row)
+            self._cache.free(state.row, scrub=True)
 
     def _new_tokens(self, request: DraftRequest, state: _State) -> list[int]:
         """The tokens of the rows to take in; none while a head lacks some of their states."""

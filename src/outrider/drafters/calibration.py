@@ -32,7 +32,7 @@ class ChanceTable:
         self._trials: dict[Hashable, int] = {}
 
     def chance(self, kind: Hashable, prior: float) -> float:
-        """Chance in (0, 1) that a guess of this kind is right; ``prior`` without experience."""
+        """Chance in [0, 1] that a guess of this kind is right; ``prior`` without experience."""
         hits = self._hits.get(kind, 0) + self._prior_weight * prior
         return hits / (self._trials.get(kind, 0) + self._prior_weight)
 
@@ -52,7 +52,7 @@ def odds_class(probability: float) -> int:
 
 
 class NoiseWeight:
-    """How much of the target's noise a drafter adds to its own logits, per temperature.
+    """How much of the target's noise a drafter adds to its own logits, per temperature (to 0.1).
 
     A perfect drafter would add all of it, a poor one hardly any: its errors are as large as the
     noise. Every verdict shows for each weight whether it would have ranked the target's pick among
@@ -64,17 +64,18 @@ class NoiseWeight:
 
     def at(self, temperature: float) -> float:
         """The weight in [0, 1] that has done best at this temperature; 0.5 at the start."""
-        hits = self._hits.get(temperature, _PRIOR_HITS)
+        hits = self._hits.get(round(temperature, 1), _PRIOR_HITS)
         return max(NOISE_WEIGHTS, key=lambda weight: (hits[weight], -abs(weight - 0.5)))
 
     def record(
         self, temperature: float, warped_W: Row, noise_W: Row, pick: int, num_children: int
     ) -> None:
         """Judge the weights by one pick (a draft id) of the target."""
-        hits = self._hits.setdefault(temperature, dict(_PRIOR_HITS))
+        hits = self._hits.setdefault(round(temperature, 1), dict(_PRIOR_HITS))
         for weight in NOISE_WEIGHTS:
             shifted_W = warped_W + np.float32(weight) * noise_W
             rank = int(np.count_nonzero(shifted_W > shifted_W[pick]))
+            rank += int(np.count_nonzero(shifted_W[:pick] == shifted_W[pick]))
             is_hit = rank < num_children and shifted_W[pick] > -np.inf
             hits[weight] = _FADE * hits[weight] + is_hit
 

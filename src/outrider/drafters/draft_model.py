@@ -8,6 +8,7 @@ Owns the fit between the two: which of their tokens are the same. The model itse
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -24,7 +25,8 @@ class DraftModel:
     Args:
         decoder: the draft model.
         target_size: the target's vocabulary. Published vocabularies are padded to various sizes
-            behind the tokeniser's own tokens; only ids that both have are drafted.
+            behind the tokeniser's own tokens; only ids that both have are drafted, and one that
+            the draft model lacks is read as token 0.
     """
 
     captures: tuple[int, ...] = ()
@@ -50,5 +52,10 @@ class DraftModel:
         from_target: bool,  # noqa: ARG002 - true and drafted rows are computed alike
     ) -> DraftOutput:
         """Run the rows; keys and values land behind each prefix, uncommitted."""
+        if self.vocabulary is not None:
+            segments = [
+                replace(segment, tokens=[t if t < self._size else 0 for t in segment.tokens])
+                for segment in segments
+            ]
         logits_RV = self._decoder.forward(segments, cache).logits_RV
         return DraftOutput(logits_RV[:, : self._size], None)

@@ -43,6 +43,7 @@ Choice: TypeAlias = tuple[int, float]
 """A draft id and its log-probability."""
 
 _DRAWN_PRIOR = 0.6  # of a drawn draft's being accepted, before any was
+_MIN_SCORE = 1e-30  # where the product of many small chances stays, short of 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,8 @@ class Growth:
         self._vocabulary = vocabulary
         self._experience = experience
         self._temperature = sampler.params.temperature
+        # What a probability says of a fixed guess: with the noise in it more than without.
+        self._rule = (sampler.params.is_greedy, sampler.params.uses_rejection)
         self._draws: Draws | None = None
         if sampler.params.uses_rejection:
             self._draws = Draws(sampler.seed, sampler.params.choice, num_tokens)
@@ -145,16 +148,22 @@ class Growth:
         """The best nodes of all layers."""
         return self.tree.best(self.shape.max_nodes, self.shape.max_depth, rank=self._rank)
 
-    def learn(self, emitted: Sequence[int]) -> None:
-        """Count which candidates were right, along the emitted tokens."""
+    def learn(self, verified: DraftTree, emitted: Sequence[int]) -> None:
+        """Count which candidates were right, along the emitted tokens.
+
+        Drawn ones count only where they are in the tree that was ``verified``: being accepted takes
+        less luck than being what the target draws by itself.
+        """
         children = self.tree.children()
-        node: int | None = 0
-        for token in emitted:
-            if node is None:
+        tried = {tuple(verified.path_tokens(node)) for node in verified.drawn}
+        node = 0
+        for depth, token in enumerate(emitted):
+            for drafted, child in children[node].items():
+                if child not in self.tree.drawn or (*emitted[:depth], drafted) in tried:
+                    self._experience.chances.record(self._kind[child], drafted == token)
+            if token not in children[node]:
                 break
-            for child in children[node].values():
-                self._experience.chances.record(self._kind[child], self.tree.token[child] == token)
-            node = children[node].get(token)
+            node = children[node][token]
         if self._root_row is not None and emitted:
             pick = emitted[0]
             if self._vocabulary is not None:
@@ -180,7 +189,9 @@ class Growth:
         if not chosen:
             return []
         highest = row[chosen[0]]
-        log_total = float(highest) + math.log(float(np.exp(row - highest).sum(dtype=np.float64)))
+        with np.errstate(over="ignore"):  # towards minus infinity, as it should
+            total = float(np.exp(row - highest).sum(dtype=np.float64))
+        log_total = float(highest) + math.log(total)
         return [(index, float(row[index]) - log_total) for index in chosen]
 
     def add_fixed(self, node: int, choices: Sequence[Choice]) -> list[int]:
@@ -189,7 +200,7 @@ class Growth:
         for place, (index, log_prob) in enumerate(choices):
             token = index if self._vocabulary is None else int(self._vocabulary.ids_W[index])
             probability = math.exp(min(0.0, log_prob))
-            kind = (self._temperature > 0, min(place, 2), odds_class(probability))
+            kind = (self._rule, min(place, 2), odds_class(probability))
             chance = self._experience.chances.chance(kind, probability)
             guess = _Guess(token, min(0.0, log_prob), kind, chance)
             children.append(self._add(node, guess))
@@ -225,4 +236,5 @@ class Growth:
     def _add(self, node: int, guess: _Guess, law_V: Row | None = None) -> int:
         self._rank.append(self._rank[node] + guess.log_prob)
         self._kind.append(guess.kind)
-        return self.tree.add(node, guess.token, self.tree.score[node] * guess.chance, law_V)
+        score = max(_MIN_SCORE, self.tree.score[node] * guess.chance)
+        return self.tree.add(node, guess.token, score, law_V)

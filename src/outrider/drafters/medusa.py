@@ -77,15 +77,17 @@ class MedusaDrafter:
     def observe(
         self,
         requests: Sequence[DraftRequest],
-        trees: Sequence[DraftTree],  # noqa: ARG002 - the growth holds also what was pruned
+        trees: Sequence[DraftTree],
         verdicts: Sequence[Verdict],
         hidden: Sequence[Tensor | None],
     ) -> None:
         """Count hits and misses; keep the newest state, that of the token before the root."""
-        for request, verdict, hidden_TD in zip(requests, verdicts, hidden, strict=True):
+        for request, tree, verdict, hidden_TD in zip(
+            requests, trees, verdicts, hidden, strict=True
+        ):
             growth = self._growths.pop(request.request_id, None)
             if growth is not None:
-                growth.learn(verdict.tokens)
+                growth.learn(tree, verdict.tokens)
             assert hidden_TD is not None
             self._state_of[request.request_id] = hidden_TD[-1]
 
