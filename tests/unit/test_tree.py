@@ -92,6 +92,63 @@ def test_best_keeps_a_closed_subtree_of_the_highest_scores(
     assert max(best.depth) <= max_depth
 
 
+@given(trees(), st.integers(0, 14), st.data())
+def test_best_follows_another_rank_where_one_is_given(
+    tree: DraftTree, max_nodes: int, data: st.DataObject
+) -> None:
+    """Scores keep their values but no longer decide; ties go to the earlier node."""
+    rank = [0.0]
+    for node in range(1, len(tree)):
+        rank.append(rank[tree.parent[node]] - data.draw(st.sampled_from([0.0, 0.5, 1.0])))
+    best = tree.best(max_nodes, rank=rank)
+    order = sorted(range(1, len(tree)), key=lambda node: (-rank[node], node))
+    chosen = sorted(order[:max_nodes])
+
+    assert [0, *chosen] == [list(paths(tree)).index(path) for path in paths(best)]
+    assert [tree.score[node] for node in (0, *chosen)] == best.score
+
+
+@given(trees(), trees())
+def test_a_merge_has_every_path_of_both_once_with_its_higher_score(
+    ours: DraftTree, theirs: DraftTree
+) -> None:
+    theirs.token[0] = ours.token[0]
+    before = paths(ours), paths(theirs)
+    merged = ours.merged(theirs)
+    expected = {
+        path: max(scores.get(path, 0) for scores in before) for path in before[0] | before[1]
+    }
+
+    assert expected == paths(merged)
+    assert len(expected) == len(merged)
+    assert before == (paths(ours), paths(theirs))
+    for node in range(1, len(merged)):
+        assert merged.parent[node] < node
+        assert merged.depth[node] == merged.depth[merged.parent[node]] + 1
+        assert merged.score[node] <= merged.score[merged.parent[node]]
+
+
+@given(trees(), trees())
+def test_a_merge_does_not_depend_on_which_tree_comes_first(
+    ours: DraftTree, theirs: DraftTree
+) -> None:
+    theirs.token[0] = ours.token[0]
+
+    assert paths(ours.merged(theirs)) == paths(theirs.merged(ours))
+
+
+def test_trees_of_different_roots_or_with_drawn_nodes_are_not_merged() -> None:
+    drawn = DraftTree.root(7)
+    drawn.add(0, 0, 0.5, law(0.5, 0.5))
+
+    for ours, theirs in ((7, 8), (drawn, 7), (7, drawn)):
+        pair = [
+            tree if isinstance(tree, DraftTree) else DraftTree.root(tree) for tree in (ours, theirs)
+        ]
+        with pytest.raises(AssertionError):
+            pair[0].merged(pair[1])
+
+
 @given(trees())
 def test_best_with_room_to_spare_changes_nothing(tree: DraftTree) -> None:
     assert tree == tree.best(len(tree), max(tree.depth))

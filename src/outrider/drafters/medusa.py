@@ -106,7 +106,7 @@ def grow(growth: Growth, logits_by_depth: Sequence[Row]) -> None:
     choices = [growth.choices(depth, [], row) for depth, row in enumerate(logits_by_depth)]
     open_nodes = [(0.0, 0)]
     num_taken = 0
-    while open_nodes and num_taken <= growth.shape.max_nodes:
+    while open_nodes and num_taken < growth.shape.max_nodes:
         _, node = heapq.heappop(open_nodes)
         num_taken += 1
         depth = growth.tree.depth[node]
