@@ -43,7 +43,8 @@ def params_of(name: str, **changes: object) -> list[SamplingParams]:
     ]
 
 
-_PLAIN: dict[tuple[object, ...], list[Outcome]] = {}
+# The target is kept beside its texts: an id may be given anew once its object is gone.
+_PLAIN: dict[tuple[object, ...], tuple[Decoder, list[Outcome]]] = {}
 
 
 def plain(target: Decoder, prompts, params) -> list[Outcome]:
@@ -52,8 +53,9 @@ def plain(target: Decoder, prompts, params) -> list[Outcome]:
     if key not in _PLAIN:
         engine = new_engine(target, None)
         pairs = zip(prompts, params, strict=True)
-        _PLAIN[key] = [run(engine, [prompt], [param])[0][0] for prompt, param in pairs]
-    return _PLAIN[key]
+        outcomes = [run(engine, [prompt], [param])[0][0] for prompt, param in pairs]
+        _PLAIN[key] = target, outcomes
+    return _PLAIN[key][1]
 
 
 def assert_speculated(stats: SpeculationStats, *, accepted: bool, rejected: bool) -> None:

@@ -409,8 +409,8 @@ def test_every_emitted_token_is_learned_from_once():
     for _ in range(2):  # the second time there is no proposal to judge
         drafter.observe([request], [tree], [verdict], [None])
 
-        assert 4 == sum(drafter._calibration._trials.values())
-        assert 4 == sum(drafter._calibration._hits.values())
+        assert 4 == sum(drafter._calibration._table._trials.values())
+        assert 4 == sum(drafter._calibration._table._hits.values())
 
 
 def test_hopeless_nodes_are_not_drafted_however_long_the_chain_may_be():
@@ -504,7 +504,7 @@ def test_learning_does_not_depend_on_what_the_budget_cut_off(tokens, future, num
         verdict = verdict_on(tree, future)
         request.token_ids.extend(verdict.tokens)
         drafter.observe([request], [tree], [verdict], [None])
-        learned.append((verdict.tokens, drafter._calibration.__dict__))
+        learned.append((verdict.tokens, drafter._calibration._table.__dict__))
     (tokens_full, full), (tokens_cut, cut) = learned
 
     assert tokens_full[: len(tokens_cut)] == tokens_cut
