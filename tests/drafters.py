@@ -74,7 +74,7 @@ class ScriptedDrafter:
             assert request.request_id in self.live_requests
 
     def release(self, request: DraftRequest) -> None:
-        self.live_requests.remove(request.request_id)
+        self.live_requests.discard(request.request_id)  # it may never have been admitted
 
     def _grow(self, request: DraftRequest, depth: int) -> DraftTree:
         tree = DraftTree.root(request.token_ids[-1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outrider.budget import CostTable
 from outrider.config import EngineConfig, SamplingParams
 from outrider.drafters import Drafter
 from outrider.engine import Engine
@@ -39,6 +40,7 @@ def new_engine(
     max_draft_tokens: int = 64,
     eos_ids: frozenset[int] = frozenset(),
     prefill_chunk: int = 16,
+    costs: CostTable | None = None,
 ) -> Engine:
     return Engine(
         target,
@@ -48,7 +50,7 @@ def new_engine(
         max_model_len=max_model_len,
         drafter=drafter,
         max_draft_tokens=max_draft_tokens,
-        costs=None,
+        costs=costs,
     )
 
 

@@ -73,7 +73,8 @@ class SamplingParams:
         stop_token_ids: further ids that end the text like an end-of-sequence token.
         ignore_eos: go on past the model's own end-of-sequence tokens.
         accept: how drafts are accepted when sampling; both rules leave the target's law as it is,
-            but only under ``coupled`` does a seed give the same text whatever is drafted.
+            but only under ``coupled`` does a seed give the same text whatever is drafted, whenever
+            and in whatever batch.
 
     Raises:
         ParameterError: a value is out of range; the message names it and the range.
@@ -261,7 +262,7 @@ class EngineConfig:
         threads: compute threads; None leaves torch's choice.
         self_test: ``auto`` runs the exactness self-test once per machine and model and caches
             the result; ``always`` ignores the cache; ``off`` skips it and reports exactness as
-            unknown.
+            unknown. A draft head's self-check goes along with it.
     """
 
     max_batch_size: int = 1

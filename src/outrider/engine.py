@@ -115,8 +115,7 @@ class Engine:
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)  # somebody else's setting would change kernels
         with self.lock, torch.inference_mode():
-            for request in self._scheduler.admit():
-                self._prefill(request)
+            self._admit()
             running = self._scheduler.running
             if not running:
                 return [], None
@@ -147,6 +146,19 @@ class Engine:
             if request.finish_reason is None:
                 request.abort()
                 self._remove(request)
+
+    def _admit(self) -> None:
+        """Admit and prefill what fits; interrupted, those that are not done end."""
+        unready = self._scheduler.admit()
+        try:
+            while unready:
+                self._prefill(unready[0])
+                del unready[0]
+        except BaseException:
+            for request in unready:
+                request.abort()
+                self._remove(request)
+            raise
 
     def _prefill(self, request: Request) -> None:
         """Commit the prompt but its last tokens, which the first step takes along."""

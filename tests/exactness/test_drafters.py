@@ -11,12 +11,13 @@ from itertools import pairwise
 import pytest
 import torch
 
+from outrider.budget import CostTable
 from outrider.config import Method, SpeculationConfig
 from outrider.drafters.combined import CombinedDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.models.decoder import Decoder
 from tests.draft_modules import oracle_drafter, random_drafter
-from tests.engines import new_engine, run
+from tests.engines import new_engine, run, submit
 from tests.exactness.runs import assert_speculated, params_of, plain, prompts_of
 from tests.models import random_decoder
 
@@ -111,7 +112,7 @@ def test_a_head_and_ngram_in_one_tree_change_nothing(
 def test_the_rejection_rule_runs_with_every_drafter(
     target: Decoder, method: Method, use_tree: bool
 ) -> None:
-    """Its law is tested by enumeration; here: repeatable by seed, whatever else is in the batch."""
+    """Its law is tested by enumeration; here: pinned and in the same batch, a seed repeats it."""
     prompts = prompts_of(target)
     params = params_of("warm", logit_bias=FEW_TOKENS, accept="rejection")
 
@@ -130,3 +131,51 @@ def test_the_rejection_rule_runs_with_every_drafter(
     assert outcomes == again
     assert_speculated(stats, accepted=True, rejected=True)
     assert all(outcome.error is None for outcome in answers(batch=5)[0])
+
+
+@pytest.mark.parametrize("use_tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("method", METHODS)
+def test_pruning_by_cost_changes_nothing(target: Decoder, method: Method, use_tree: bool) -> None:
+    """Rows that cost so much that some drafts pay and some do not."""
+    costs = CostTable(rows=(1, 64), contexts=(1,), seconds=((1.0, 16.0),))
+    prompts, params = prompts_of(target), params_of("warm", logit_bias=FEW_TOKENS)
+    expected = plain(target, prompts, params)
+    drafter = random_drafter(method, target, shape(method, use_tree), max_batch_size=5)
+    engine = new_engine(target, drafter, max_batch_size=5, costs=costs)
+    outcomes, stats = run(engine, prompts, params)
+    most = shape(method, use_tree).num_draft_tokens * stats.verify_steps
+
+    assert expected == outcomes
+    assert_speculated(stats, accepted=True, rejected=True)
+    assert stats.drafted < most
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prefill_that_is_interrupted_ends_its_requests_and_the_engine_goes_on(
+    target: Decoder, method: Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, params = prompts_of(target), params_of("warm", logit_bias=FEW_TOKENS)
+    expected = plain(target, prompts, params)
+    drafter = random_drafter(method, target, shape(method, use_tree=False), max_batch_size=5)
+    engine = new_engine(target, drafter, max_batch_size=5)
+    requests = [submit(engine, *pair) for pair in zip(prompts, params, strict=True)]
+    forward = target.forward
+
+    def interrupted(segments, cache, **more):
+        if segments[0].cache_row == 3:  # the first long prompt: those before it need no prefill
+            raise KeyboardInterrupt
+        return forward(segments, cache, **more)
+
+    monkeypatch.setattr(target, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    monkeypatch.undo()
+    while engine.has_work:
+        engine.step()
+    outcomes, stats = run(engine, prompts, params)
+
+    assert ["length"] * 3 + ["abort"] * 2 == [request.finish_reason for request in requests]
+    for outcome, request in zip(expected[:3], requests[:3], strict=True):
+        assert outcome.token_ids == tuple(request.token_ids[request.prompt_len :])
+    assert expected == outcomes
+    assert_speculated(stats, accepted=True, rejected=True)
