@@ -12,12 +12,13 @@ import reprlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from outrider.budget import CostTable, measure_costs
 from outrider.config import EngineConfig, SamplingParams, SpeculationConfig
-from outrider.drafters import Drafter
+from outrider.drafters import Drafter, DraftSource
 from outrider.engine import Engine
 from outrider.errors import ParameterError, PromptError
 from outrider.models.architecture import DecoderConfig
@@ -105,7 +106,8 @@ class LLM:
         opened = None
         try:
             opened = open_drafter(speculation, files, on_progress)
-            self.memory_plan = _plan(files, speculation, engine, opened)
+            source = None if opened is None else opened.source
+            self.memory_plan = plan_pair(files.config, speculation, engine, source)
             self.memory_plan.check()
             self._loaded = _load_model(checkpoint, files, engine, on_progress)
         except BaseException:
@@ -113,10 +115,7 @@ class LLM:
             if opened is not None:
                 opened.close()
             raise
-        self.speculation = speculation
-        drafter = _new_drafter(self._loaded, speculation, opened)
-        self._engine = _new_engine(self._loaded, speculation, drafter)
-        self.warnings = _check_head(self._loaded, opened, drafter, on_progress)
+        self._start(speculation, opened, on_progress)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -152,17 +151,34 @@ class LLM:
         other._loaded = self._loaded
         opened = open_drafter(speculation, self._loaded.files, None)
         try:
-            other.memory_plan = _plan(self._loaded.files, speculation, self._loaded.engine, opened)
+            source = None if opened is None else opened.source
+            other.memory_plan = plan_pair(self.config, speculation, self._loaded.engine, source)
             other.memory_plan.without_weights().check()
         except BaseException:
             if opened is not None:
                 opened.close()
             raise
-        other.speculation = speculation
-        drafter = _new_drafter(self._loaded, speculation, opened)
-        other._engine = _new_engine(self._loaded, speculation, drafter)
-        other.warnings = _check_head(self._loaded, opened, drafter, None)
+        other._start(speculation, opened, None)
         return other
+
+    def _start(
+        self,
+        speculation: SpeculationConfig,
+        opened: OpenedDrafter | None,
+        on_progress: ProgressCallback | None,
+    ) -> None:
+        """Build drafter and engine on the loaded model, and check a head."""
+        loaded = self._loaded
+        drafter = build_drafter(
+            speculation,
+            opened,
+            loaded.target,
+            max_batch_size=loaded.engine.max_batch_size,
+            max_model_len=loaded.max_model_len,
+        )
+        self.speculation = speculation
+        self._engine = _new_engine(loaded, speculation, drafter)
+        self.warnings = _check_head(loaded, opened, drafter, on_progress)
 
     def generate(
         self,
@@ -283,33 +299,25 @@ class LLM:
             ) from None
 
 
-def _plan(
-    files: TargetFiles,
+def plan_pair(
+    config: DecoderConfig,
     speculation: SpeculationConfig,
     engine: EngineConfig,
-    opened: OpenedDrafter | None,
+    source: DraftSource | None,
 ) -> MemoryPlan:
-    dtype = resolve_dtype(engine.dtype)
-    max_model_len = resolve_max_model_len(files.config, engine)
+    """The memory plan of a target with these settings, and of the drafter that reads ``source``."""
+    sizes: dict[str, Any] = {
+        "dtype": resolve_dtype(engine.dtype),
+        "max_batch_size": engine.max_batch_size,
+        "max_model_len": resolve_max_model_len(config, engine),
+    }
     plan = plan_memory(
-        files.config,
-        dtype=dtype,
-        max_batch_size=engine.max_batch_size,
-        max_model_len=max_model_len,
+        config,
         max_draft_tokens=speculation.num_draft_tokens,
         prefill_chunk=engine.prefill_chunk,
+        **sizes,
     )
-    if opened is None:
-        return plan
-    return plan.plus(
-        drafter_items(
-            opened.source,
-            speculation,
-            dtype=dtype,
-            max_batch_size=engine.max_batch_size,
-            max_model_len=max_model_len,
-        )
-    )
+    return plan if source is None else plan.plus(drafter_items(source, speculation, **sizes))
 
 
 def _load_model(
@@ -364,18 +372,6 @@ def _cost_table(
     costs = measure_costs(target, max_model_len, on_progress)
     results.put(key, asdict(costs))
     return costs
-
-
-def _new_drafter(
-    loaded: _LoadedModel, speculation: SpeculationConfig, opened: OpenedDrafter | None
-) -> Drafter | None:
-    return build_drafter(
-        speculation,
-        opened,
-        loaded.target,
-        max_batch_size=loaded.engine.max_batch_size,
-        max_model_len=loaded.max_model_len,
-    )
 
 
 def _new_engine(

@@ -47,6 +47,11 @@ class OpenedDrafter:
     weights_hash: str
     head: LoadedHead | None
 
+    @classmethod
+    def of(cls, head: LoadedHead) -> OpenedDrafter:
+        """What a head is to its drafter."""
+        return cls(DraftSource(head.config, head.weights), head.name, head.weights_hash, head)
+
     def close(self) -> None:
         """Let go of the files."""
         close = getattr(self.source.weights, "close", None)
@@ -76,7 +81,7 @@ def open_drafter(
             f"head: {head.name} is a head for method {head.method}; use that, or another head for "
             f"{speculation.method}"
         )
-    return OpenedDrafter(DraftSource(head.config, head.weights), head.name, head.weights_hash, head)
+    return OpenedDrafter.of(head)
 
 
 def open_head(
@@ -156,12 +161,13 @@ def drafter_items(
     config = source.config
     items = [weights_item("draft weights", config.weight_shapes(), dtype)]
     if isinstance(config, MedusaConfig):
-        rows, width = max_batch_size * config.num_heads, config.vocab_size
+        rows, width = max_batch_size * config.num_heads, config.draft_vocab_size
     else:
-        layers = config if isinstance(config, DecoderConfig) else config.layers
+        is_model = isinstance(config, DecoderConfig)
+        layers = config if is_model else config.layers
         num_slots = max_model_len + drafted_slots(speculation)
         items.append(cache_item("draft KV cache", layers, dtype, max_batch_size, num_slots))
-        width = getattr(config, "draft_vocab_size", layers.vocab_size)
+        width = config.vocab_size if is_model else config.draft_vocab_size
         assert speculation.dynamic_tree_max_topK is not None
         rows = max_batch_size * speculation.dynamic_tree_max_topK
     items.append(MemoryItem("draft buffers", "draft logits of one pass", 2 * 4 * rows * width))

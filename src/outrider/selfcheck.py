@@ -33,7 +33,7 @@ from outrider.engine import Engine
 from outrider.models.decoder import Decoder
 from outrider.models.heads.eagle3 import Eagle3Head
 from outrider.models.layers import Segment
-from outrider.models.loading import Tokenizer
+from outrider.models.loading.tokenizer import Tokenizer, encode_prompt
 from outrider.sampling import argmax_rows
 from outrider.types import ProgressCallback, SpeculationStats
 
@@ -110,13 +110,9 @@ def check_head(
         return None
     if on_progress is not None:
         on_progress("self-check: the draft head", None)
-    texts = [
-        tokenizer.encode_chat([{"role": "user", "content": prompt.turns[0]}])
-        if tokenizer.has_chat_template
-        else tokenizer.encode(prompt.turns[0])
-        for prompt in load_prompts()[::NUM_SKIPPED]
-    ]
-    texts = [text[:MAX_TEXT] for text in texts]
+    drafter = drafter.head if isinstance(drafter, CombinedDrafter) else drafter
+    prompts = load_prompts()[::NUM_SKIPPED]
+    texts = [encode_prompt(tokenizer, prompt.turns[0])[:MAX_TEXT] for prompt in prompts]
     found = check_agreement(drafter, target, texts)
     if found is None or recorded is None:
         return found
@@ -131,22 +127,22 @@ def check_agreement(
 
     None for a drafter without a head.
     """
-    drafter = drafter.head if isinstance(drafter, CombinedDrafter) else drafter
     if not drafter.captures:
         return None
     guesses = _Guesses(drafter, target)
     arrangements = list(_arrangements(drafter, target))
-    hits = {layers: torch.zeros(0, dtype=torch.bool) for layers in arrangements}
+    pieces: dict[tuple[int, ...], list[Tensor]] = {layers: [] for layers in arrangements}
     for tokens in texts:
         for layers, hits_T in guesses.hits(tokens, arrangements):
-            hits[layers] = torch.cat([hits[layers], hits_T])
+            pieces[layers].append(hits_T)
+    hits = {layers: torch.cat(parts) for layers, parts in pieces.items()}
     as_loaded = hits.pop(arrangements[0])
     found = SelfCheck(len(as_loaded), as_loaded.double().mean().item(), arrangements[0])
     better = max(hits, key=lambda layers: int(hits[layers].sum()), default=None)
     if better is None or not _is_clearly_better(hits[better], as_loaded):
         return found
     agreement = hits[better].double().mean().item()
-    return SelfCheck(found.num_positions, found.agreement, found.layers, better, agreement)
+    return replace(found, better_layers=better, better_agreement=agreement)
 
 
 def _arrangements(drafter: Drafter, target: Decoder) -> Iterator[tuple[int, ...]]:
@@ -178,7 +174,6 @@ def measure_acceptance(
     drafter: Drafter, target: Decoder, tokenizer: Tokenizer, texts: Sequence[Sequence[int]]
 ) -> float:
     """Acceptance length of greedy chains of ``RECORDED_CHAIN`` behind these texts."""
-    drafter = drafter.head if isinstance(drafter, CombinedDrafter) else drafter
     chain = SpeculationConfig(
         method=Method.MTP, max_draft_len=RECORDED_CHAIN, adaptive=False
     )  # any method with a head: only the shape counts

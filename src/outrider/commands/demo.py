@@ -29,6 +29,7 @@ from outrider.bench.prompts import Prompt, prompt_set_hash
 from outrider.bench.statistics import RatioInterval, ratio_interval
 from outrider.config import Method, SamplingParams, SpeculationConfig
 from outrider.errors import ParameterError
+from outrider.models.loading.tokenizer import encode_prompt
 from outrider.types import Completion, SpeculationStats
 
 if TYPE_CHECKING:
@@ -260,10 +261,7 @@ def peak_memory() -> int:
 
 def prompt_ids(llm: LLM, prompt: Prompt) -> list[int]:
     """The prompt's first turn as the model expects it: in its chat template, where it has one."""
-    tokenizer = llm.tokenizer
-    if not tokenizer.has_chat_template:
-        return tokenizer.encode(prompt.turns[0])
-    return tokenizer.encode_chat([{"role": "user", "content": prompt.turns[0]}])
+    return encode_prompt(llm.tokenizer, prompt.turns[0])
 
 
 def _that_fit(llm: LLM, prompts: Sequence[Prompt], max_tokens: int) -> list[Prompt]:

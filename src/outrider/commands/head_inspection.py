@@ -1,9 +1,9 @@
 """What a draft head or draft model is, and whether it fits a target, without building either.
 
 Owns the facts that ``outrider inspect MODEL --head HEAD`` adds: what kind of drafter it is, how its
-layout was understood, the gates between the two, and what the drafter takes in memory. A pair that
-cannot run at all is an error; a gate says ``warning`` where it runs, but may guess badly. Stands on
-:mod:`outrider.pairing`; used by :mod:`outrider.commands.inspection`.
+layout was understood, and the gates between the two. A pair that cannot run at all is an error; a
+gate says ``warning`` where it runs, but may guess badly. Stands on :mod:`outrider.pairing`; used by
+:mod:`outrider.commands.inspection`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any, Literal
 
-import torch
 from rich.table import Table
 
 from outrider.commands.architecture_text import (
@@ -30,8 +29,7 @@ from outrider.models.architecture import DecoderConfig
 from outrider.models.heads.config import Eagle3Config, MedusaConfig, MtpConfig
 from outrider.models.loading.heads import is_whole_model
 from outrider.models.loading.hub import resolve
-from outrider.models.memory import MemoryItem
-from outrider.pairing import OpenedDrafter, TargetFiles, drafter_items, open_drafter, open_head
+from outrider.pairing import OpenedDrafter, TargetFiles, open_drafter, open_head
 from outrider.types import ProgressCallback
 
 _KINDS = {
@@ -55,13 +53,12 @@ class Gate:
 class HeadInspection:
     """The facts about one drafter beside its target; its files are closed.
 
-    ``speculation`` is what the memory was planned for: the method's default chain.
+    ``speculation`` is what the memory is planned for: the method's default chain.
     """
 
     opened: OpenedDrafter
     speculation: SpeculationConfig
     gates: tuple[Gate, ...]
-    items: tuple[MemoryItem, ...]
     target: DecoderConfig
 
     @property
@@ -71,14 +68,12 @@ class HeadInspection:
         return sum(prod(shape) for name, shape in shapes.items() if name != "d2t")
 
     @property
-    def num_draft_tokens(self) -> int:
+    def draft_vocab_size(self) -> int:
         """How many of the target's tokens it can propose."""
         config = self.opened.source.config
-        if isinstance(config, Eagle3Config):
-            return config.draft_vocab_size
         if isinstance(config, DecoderConfig):
             return min(config.vocab_size, self.target.vocab_size)
-        return self.target.vocab_size
+        return config.draft_vocab_size
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
@@ -101,9 +96,9 @@ class HeadInspection:
             "reads": _reads(opened.source.config, self.target),
             "conventions": [] if head is None else list(head.conventions),
             "vocabulary": {
-                "draft_size": self.num_draft_tokens,
+                "draft_size": self.draft_vocab_size,
                 "target_size": self.target.vocab_size,
-                "coverage": self.num_draft_tokens / self.target.vocab_size,
+                "coverage": self.draft_vocab_size / self.target.vocab_size,
             },
             "recorded_acceptance": None if head is None else head.recorded_acceptance,
             "gates": [asdict(gate) for gate in self.gates],
@@ -115,7 +110,7 @@ class HeadInspection:
 
     def _facts_table(self) -> Table:
         opened, head, config = self.opened, self.opened.head, self.opened.source.config
-        draft, target = self.num_draft_tokens, self.target.vocab_size
+        draft, target = self.draft_vocab_size, self.target.vocab_size
         recorded = None if head is None else head.recorded_acceptance
         rows = [
             ("kind", _KINDS[self.speculation.method]),
@@ -142,8 +137,6 @@ def inspect_head(
     head: str,
     target: TargetFiles,
     *,
-    dtype: torch.dtype,
-    max_batch_size: int,
     max_model_len: int,
     on_progress: ProgressCallback | None = None,
 ) -> HeadInspection:
@@ -152,9 +145,7 @@ def inspect_head(
     Args:
         head: folder or file of a head, or what names a model. Nothing is fetched.
         target: what it would draft for.
-        dtype: the precision of the memory plan.
-        max_batch_size: requests at once in that plan.
-        max_model_len: tokens of a request in that plan.
+        max_model_len: how many tokens a request may have.
         on_progress: called with what is being done.
 
     Raises:
@@ -168,15 +159,6 @@ def inspect_head(
             opened=opened,
             speculation=speculation,
             gates=tuple(_gates(opened, target, max_model_len)),
-            items=tuple(
-                drafter_items(
-                    opened.source,
-                    speculation,
-                    dtype=dtype,
-                    max_batch_size=max_batch_size,
-                    max_model_len=max_model_len,
-                )
-            ),
             target=target.config,
         )
     finally:
@@ -200,11 +182,7 @@ def _open(
         assert opened is not None, "a draft model has files"
         return speculation, opened
     head = open_head(str(path), target, on_progress)
-    source = DraftSource(head.config, head.weights)
-    return (
-        SpeculationConfig(method=head.method, head=str(path)),
-        OpenedDrafter(source, head.name, head.weights_hash, head),
-    )
+    return SpeculationConfig(method=head.method, head=str(path)), OpenedDrafter.of(head)
 
 
 def _gates(opened: OpenedDrafter, target: TargetFiles, max_model_len: int) -> Iterator[Gate]:

@@ -24,7 +24,7 @@ from outrider.commands.architecture_text import (
 from outrider.commands.console import format_bytes, table
 from outrider.commands.head_inspection import HeadInspection, inspect_head
 from outrider.config import EngineConfig, SpeculationConfig
-from outrider.llm import resolve_dtype, resolve_max_model_len
+from outrider.llm import plan_pair, resolve_dtype, resolve_max_model_len
 from outrider.models.architecture import DecoderConfig
 from outrider.models.exactness import remembered_exactness
 from outrider.models.loading import LoadedCheckpoint, load
@@ -32,7 +32,7 @@ from outrider.models.loading.cache import cache_root
 from outrider.models.loading.heads import has_mtp
 from outrider.models.loading.hub import resolve
 from outrider.models.machine import ResultCache, processor_name
-from outrider.models.memory import MemoryPlan, plan_memory
+from outrider.models.memory import MemoryPlan
 from outrider.pairing import TargetFiles
 from outrider.types import ProgressCallback
 
@@ -210,20 +210,11 @@ def inspect(
         found = inspect_head(
             head,
             TargetFiles(path, checkpoint.config, checkpoint.tokenizer),
-            dtype=dtype,
-            max_batch_size=engine.max_batch_size,
             max_model_len=max_model_len,
             on_progress=on_progress,
         )
     speculation = SpeculationConfig() if found is None else found.speculation
-    plan = plan_memory(
-        checkpoint.config,
-        dtype=dtype,
-        max_batch_size=engine.max_batch_size,
-        max_model_len=max_model_len,
-        max_draft_tokens=speculation.num_draft_tokens,
-        prefill_chunk=engine.prefill_chunk,
-    )
+    source = None if found is None else found.opened.source
     return Inspection(
         checkpoint=checkpoint,
         dtype=str(dtype).removeprefix("torch."),
@@ -231,7 +222,7 @@ def inspect(
         max_batch_size=engine.max_batch_size,
         max_model_len=max_model_len,
         max_draft_tokens=speculation.num_draft_tokens,
-        plan=plan if found is None else plan.plus(found.items),
+        plan=plan_pair(checkpoint.config, speculation, engine, source),
         is_exact=remembered_exactness(
             checkpoint.config, dtype, checkpoint.weights_hash, ResultCache(cache_root())
         ),

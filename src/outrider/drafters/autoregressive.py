@@ -162,27 +162,23 @@ class AutoregressiveDrafter:
         That is so in a request's first step, which is what computes the prompt's last states.
         """
         trees = [DraftTree.root(request.token_ids[-1]) for request in requests]
-        growing: list[tuple[int, _Layers, list[int]]] = []
+        rows: list[tuple[_State, list[int]]] = []
+        growing: list[tuple[int, _Layers]] = []
         for b, (request, depth) in enumerate(zip(requests, max_depth, strict=True)):
             state = self._states[request.request_id]
             tokens = self._new_tokens(request, state)
             if depth < 1 or not tokens:
                 continue
-            shape = Shape(
-                self._shape.num_children,
-                self._shape.max_nodes,
-                min(self._shape.max_depth, depth),
-            )
+            shape = self._shape.within(depth)
             state.growth = Growth(request, shape, self.vocabulary, self._experience)
-            growing.append((b, _Layers(state.growth, state.row, {}), tokens))
+            rows.append((state, tokens))
+            growing.append((b, _Layers(state.growth, state.row, {})))
         if growing:
-            states = [self._states[requests[b].request_id] for b, _, _ in growing]
-            pairs = zip(states, (tokens for _, _, tokens in growing), strict=True)
-            layers = [layer for _, layer, _ in growing]
-            output = self._take_in(list(pairs), is_silent=False)
+            layers = [layer for _, layer in growing]
+            output = self._take_in(rows, is_silent=False)
             self._extend(layers, [[0]] * len(layers), output)
             self._grow(layers, min_score)
-            for b, layer, _ in growing:
+            for b, layer in growing:
                 trees[b] = layer.growth.kept()
         return trees
 

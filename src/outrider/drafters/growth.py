@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -62,6 +62,10 @@ class Shape:
         return cls(
             config.dynamic_tree_max_topK, config.max_total_draft_tokens, config.max_draft_len
         )
+
+    def within(self, max_depth: int) -> Shape:
+        """The same, no deeper than this."""
+        return replace(self, max_depth=min(self.max_depth, max_depth))
 
 
 @dataclass(slots=True)
@@ -199,11 +203,11 @@ class Growth:
         children = []
         for place, (index, log_prob) in enumerate(choices):
             token = index if self._vocabulary is None else int(self._vocabulary.ids_W[index])
-            probability = math.exp(min(0.0, log_prob))
+            at_most_0 = min(0.0, log_prob)  # rounding may lift it above
+            probability = math.exp(at_most_0)
             kind = (self._rule, min(place, 2), odds_class(probability))
             chance = self._experience.chances.chance(kind, probability)
-            guess = _Guess(token, min(0.0, log_prob), kind, chance)
-            children.append(self._add(node, guess))
+            children.append(self._add(node, _Guess(token, at_most_0, kind, chance)))
         return children
 
     def rank(self, node: int) -> float:

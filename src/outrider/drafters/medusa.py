@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -35,8 +34,7 @@ class MedusaDrafter:
         self.captures = heads.captures
         self.num_passes = 0
         self.heads = heads
-        shape = Shape.of(config)
-        self._shape = replace(shape, max_depth=min(shape.max_depth, heads.config.num_heads))
+        self._shape = Shape.of(config).within(heads.config.num_heads)
         self._experience = Experience.none()
         self._state_of: dict[int, Tensor] = {}
         self._growths: dict[int, Growth] = {}
@@ -67,7 +65,7 @@ class MedusaDrafter:
         num_heads = min(self._shape.max_depth, max(max_depth[b] for b in drafting))
         logits = [rows.numpy() for rows in self.heads.forward(state_BD, num_heads)]
         for place, b in enumerate(drafting):
-            shape = replace(self._shape, max_depth=min(self._shape.max_depth, max_depth[b]))
+            shape = self._shape.within(max_depth[b])
             growth = Growth(requests[b], shape, None, self._experience)
             grow(growth, [rows[place] for rows in logits[: shape.max_depth]])
             self._growths[requests[b].request_id] = growth

@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kv_cache import KVCache
 from outrider.models.architecture import DecoderConfig
-from outrider.models.layers import LayerStack, Segment, loud_rows
+from outrider.models.layers import LayerStack, Segment, embed_rows, loud_rows
 from outrider.models.linear import RowPolicy
 
 FINAL_STATE = -1
@@ -100,9 +99,7 @@ class Decoder:
 
     def embed(self, segments: Sequence[Segment], min_rows: int = 0) -> Tensor:
         """Embeddings of the packed rows, padded with token 0 to at least ``min_rows``."""
-        tokens = [token for segment in segments for token in segment.tokens]
-        tokens += [0] * (min_rows - len(tokens))
-        return F.embedding(torch.tensor(tokens), self._embedding)
+        return embed_rows(segments, self._embedding, min_rows)
 
     def head(self, normed_RD: Tensor) -> Tensor:
         """The output head alone, in the compute dtype; at least ``min_rows`` rows for exactness."""

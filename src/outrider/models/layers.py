@@ -291,6 +291,13 @@ class LayerStack:
         )
 
 
+def embed_rows(segments: Sequence[Segment], table_VD: Tensor, min_rows: int) -> Tensor:
+    """Embeddings of the packed rows, padded with token 0 to at least ``min_rows``."""
+    tokens = [token for segment in segments for token in segment.tokens]
+    tokens += [0] * (min_rows - len(tokens))
+    return F.embedding(torch.tensor(tokens), table_VD)
+
+
 def loud_rows(segments: Sequence[Segment]) -> list[int]:
     """The packed rows that are not silent."""
     rows: list[int] = []

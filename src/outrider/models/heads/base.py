@@ -1,21 +1,27 @@
-"""What a draft module hands back, and how its input rows are laid out.
+"""What a draft module hands back, and what the heads with layers of their own have in common.
 
-Shared by the heads beside this module and by the draft model; knows no drafter and no request. A
+Shared by the heads beside this module; the draft model hands back the same. Knows no drafter and no
+request. A
 row stands for one drafted or known token; its *feature* is the state that the row is conditioned
 on: the target's, where the target has computed it, else the module's own from the row before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.kv_cache import KVCache
 from outrider.models.decoder import Decoder
-from outrider.models.layers import Segment
+from outrider.models.heads.config import Eagle3Config, MtpConfig
+from outrider.models.layers import LayerStack, Pass, Segment, embed_rows, loud_rows
+from outrider.models.linear import ExactLinear
+from outrider.models.norm import RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +36,81 @@ class DraftOutput:
     feature_RD: Tensor | None
 
 
-class Embedding:
-    """Token embeddings of a pass: the head's own table, or the target's."""
+class LayeredHead:
+    """What EAGLE-3 and MTP have in common: decoder layers between the ends of a target.
 
-    def __init__(self, table_VD: Tensor | None, target: Decoder) -> None:
-        self._table_VD = table_VD
-        self._target = target
+    Runs in the target's precision; embedding and output head are its own where the checkpoint holds
+    them, else the target's. Subclasses say what the layers read.
+    """
 
-    def __call__(self, segments: Sequence[Segment], min_rows: int) -> Tensor:
-        """Rows ``[R, D]``, padded with token 0 to at least ``min_rows``."""
-        if self._table_VD is None:
-            return self._target.embed(segments, min_rows)
-        tokens = [token for segment in segments for token in segment.tokens]
-        tokens += [0] * (min_rows - len(tokens))
-        return F.embedding(torch.tensor(tokens), self._table_VD)
+    token_shift = 1
+
+    def __init__(
+        self,
+        config: Eagle3Config | MtpConfig,
+        weights: Mapping[str, Tensor],
+        target: Decoder,
+        *,
+        feeds_back_normed: bool,
+    ) -> None:
+        self._draft_vocab_size = config.draft_vocab_size
+        self._feeds_back_normed = feeds_back_normed
+        self._stack = LayerStack(config.layers, weights, dtype=target.dtype, policies=None)
+        self._embed: Callable[..., Tensor] = target.embed
+        if config.has_own_embedding:
+            table_VD = weights["embed.weight"].to(target.dtype, copy=True)
+            self._embed = partial(embed_rows, table_VD=table_VD)
+        self._head: Callable[[Tensor], Tensor] = target.head
+        if config.has_own_head:
+            self._head = self._linear(weights["lm_head.weight"])
+        self._fc = self._linear(weights["fc.weight"])
+
+    def new_cache(self, *, max_batch_size: int, num_slots: int) -> KVCache:
+        """The head's own keys and values."""
+        return self._stack.new_cache(max_batch_size=max_batch_size, num_slots=num_slots)
+
+    def forward(
+        self,
+        segments: Sequence[Segment],
+        feature_RX: Tensor,
+        cache: KVCache,
+        *,
+        from_target: bool,
+    ) -> DraftOutput:
+        """Run the rows; ``feature_RX`` are captured states side by side, or fed-back ones.
+
+        Keys and values land behind each prefix, uncommitted.
+        """
+        with torch.inference_mode():
+            stack = self._stack
+            plan = stack.plan(segments, cache)
+            embedded_RD = self._embed(segments, min_rows=stack.min_rows)
+            x_RD = self._run(embedded_RD, feature_RX, plan, cache, from_target=from_target)
+            rows = loud_rows(segments)
+            if not rows:
+                return DraftOutput(x_RD.new_empty(0, self._draft_vocab_size), None)
+            x_RD = x_RD[rows]
+            normed_RD = stack.norm(x_RD)
+            logits_RW = self._head(normed_RD).float()
+            return DraftOutput(logits_RW, normed_RD if self._feeds_back_normed else x_RD)
+
+    def _run(
+        self,
+        embedded_RD: Tensor,
+        feature_RX: Tensor,
+        plan: Pass,
+        cache: KVCache,
+        *,
+        from_target: bool,
+    ) -> Tensor:
+        """All layers; ``embedded_RD`` is padded to the least row count, ``feature_RX`` is not."""
+        raise NotImplementedError
+
+    def _linear(self, weight: Tensor) -> ExactLinear:
+        return self._stack.linear(weight.to(self._stack.dtype, copy=True))
+
+    def _norm(self, weight: Tensor) -> RMSNorm:
+        return RMSNorm(weight.to(self._stack.dtype, copy=True), self._stack.config.norm_eps)
 
 
 def pad_rows(x_RD: Tensor, num_rows: int) -> Tensor:

@@ -129,6 +129,11 @@ class MtpConfig:
     has_own_embedding: bool = False
     has_own_head: bool = False
 
+    @property
+    def draft_vocab_size(self) -> int:
+        """Rows of the module's output: the target's vocabulary."""
+        return self.layers.vocab_size
+
     def weight_shapes(self) -> Shapes:
         """Every weight that must be present, with its shape."""
         hidden = self.layers.hidden_size
@@ -159,6 +164,11 @@ class MedusaConfig:
     num_heads: int
     num_layers: int = 1
     has_own_head: bool = True
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Rows of each head's output: the target's vocabulary."""
+        return self.vocab_size
 
     def weight_shapes(self) -> Shapes:
         """Every weight that must be present, with its shape."""

@@ -304,6 +304,17 @@ class Tokenizer:
         return "ByteLevel(" in str(self._backend.decoder)
 
 
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of one prompt as the model expects it: in its chat template, where it has one.
+
+    Raises:
+        PromptError: as the tokenizer's own methods.
+    """
+    if not tokenizer.has_chat_template:
+        return tokenizer.encode(text)
+    return tokenizer.encode_chat([{"role": "user", "content": text}])
+
+
 @cache
 def _bytes_by_char() -> dict[str, int]:
     """GPT-2's alphabet: each byte as a printable character (Radford et al. 2019)."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.config import Method
-from outrider.models.heads.config import Eagle3Config, HeadConfig
+from outrider.models.heads.config import HeadConfig, MedusaConfig
 from outrider.models.loading.cache import cache_root
 from outrider.models.loading.hashing import joint_sha256
 from outrider.models.loading.heads.source import HeadSource
@@ -46,9 +46,9 @@ class LoadedHead:
     @property
     def vocabulary_coverage(self) -> float:
         """The share of the target's vocabulary that the head can propose."""
-        if isinstance(self.config, Eagle3Config):
-            return self.config.draft_vocab_size / self.config.layers.vocab_size
-        return 1.0
+        config = self.config
+        whole = config.vocab_size if isinstance(config, MedusaConfig) else config.layers.vocab_size
+        return config.draft_vocab_size / whole
 
 
 def loaded_head(

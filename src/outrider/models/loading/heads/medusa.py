@@ -14,6 +14,7 @@ from outrider.errors import CheckpointError
 from outrider.models.architecture import DecoderConfig
 from outrider.models.heads.config import MedusaConfig
 from outrider.models.loading.fields import MAX_LAYERS, Fields
+from outrider.models.loading.heads.eagle3_config import OURS
 from outrider.models.loading.heads.loaded import LoadedHead, loaded_head
 from outrider.models.loading.heads.source import HeadSource
 from outrider.models.loading.safetensors_file import StoredTensor
@@ -64,7 +65,7 @@ def load_medusa(source: HeadSource, target: DecoderConfig) -> LoadedHead:
         weights=weights,
         layout="MEDUSA",
         conventions=_conventions(source.fields, config),
-        recorded_acceptance=source.fields.sub("outrider").positive("recorded_acceptance", None),
+        recorded_acceptance=source.fields.sub(OURS).positive("recorded_acceptance", None),
     )
 
 

@@ -71,10 +71,10 @@ def offsets_reader(d2t: StoredTensor) -> Callable[[], Tensor]:
     return partial(_as_int64, d2t)
 
 
-def kept_tokens(d2t_W: Tensor, target_size: int) -> Tensor:
-    """``t2d``, bool ``[V]``, of a map: which target tokens the draft has."""
+def kept_tokens(ids_W: Tensor, target_size: int) -> Tensor:
+    """``t2d``, bool ``[V]``: which target tokens the draft has, given their ids."""
     t2d_V = torch.zeros(target_size, dtype=torch.bool)
-    t2d_V[torch.arange(d2t_W.numel()) + d2t_W] = True
+    t2d_V[ids_W] = True
     return t2d_V
 
 
@@ -97,8 +97,7 @@ def _compare(ids_W: Tensor, t2d: StoredTensor, target_size: int) -> None:
             f"[{target_size}]"
         )
     says_V = t2d.read() != 0
-    maps_V = torch.zeros(target_size, dtype=torch.bool)
-    maps_V[ids_W] = True
+    maps_V = kept_tokens(ids_W, target_size)
     only_d2t, only_t2d = maps_V & ~says_V, says_V & ~maps_V
     if not (only_d2t.any() or only_t2d.any()):
         return

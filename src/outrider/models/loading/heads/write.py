@@ -80,7 +80,8 @@ def write_eagle3(
     tensors = {_their_name(name, layout): weights[name] for name in head.weight_shapes()}
     if head.is_reduced:
         tensors["d2t"] = weights["d2t"].to(torch.int64)
-        tensors["t2d"] = kept_tokens(tensors["d2t"], head.layers.vocab_size)
+        ids_W = torch.arange(head.draft_vocab_size) + tensors["d2t"]
+        tensors["t2d"] = kept_tokens(ids_W, head.layers.vocab_size)
     _write(config, tensors, Path(folder))
 
 
