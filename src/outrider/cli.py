@@ -26,6 +26,13 @@ from outrider.commands.options import (
     SpeculationOptions,
     whole_number,
 )
+from outrider.commands.train_options import (
+    DataOptions,
+    EvaluationOptions,
+    LoopOptions,
+    RecipeOptions,
+    train_settings,
+)
 from outrider.errors import OutriderError, ParameterError, PromptError, UsageError
 
 if TYPE_CHECKING:
@@ -322,6 +329,53 @@ def convert(
     else:
         console.stdout().print(done.table())
     return EXIT_OK
+
+
+@app.command
+def train(
+    method: str,
+    /,
+    *,
+    model: str = DEFAULT_MODEL,
+    out: Path,
+    only_answers: Flag = False,
+    json: Flag = False,
+    data: DataOptions = DataOptions(),  # noqa: B008 - frozen, as all groups
+    recipe: RecipeOptions = RecipeOptions(),  # noqa: B008
+    loop: LoopOptions = LoopOptions(),  # noqa: B008
+    evaluation: EvaluationOptions = EvaluationOptions(),  # noqa: B008
+) -> int:
+    """Train a draft head for a model: prompts, answers, features, training, evaluation, export.
+
+    Each stage goes on where it was interrupted: run the same command again.
+
+    Parameters
+    ----------
+    method
+        eagle3, mtp, medusa or draft.
+    model
+        The model to draft for: name, Hugging Face id, folder or file.
+    out
+        Folder of the run; the head will be in OUT/head.
+    only_answers
+        Stop when the target has answered the prompts of this --part.
+    json
+        Print one JSON document at the end.
+    """
+    settings = train_settings(
+        method, model, out, data=data, recipe=recipe, loop=loop, evaluation=evaluation
+    )
+    from outrider.commands import train as training
+
+    result = training.train(settings, only_answers=only_answers)
+    if result is None:
+        return EXIT_OK
+    if json:
+        console.print_json(training.result_json(result))
+    else:
+        for part in training.result_table(result):
+            console.stdout().print(part)
+    return EXIT_FAILURE if result.report.is_lossless is False else EXIT_OK
 
 
 @app.command

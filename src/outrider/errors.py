@@ -12,7 +12,8 @@
         │   ├── UnsafeFileError             a pickle or code where only data is read
         │   └── UnsupportedModelError       a sound checkpoint of an architecture we do not have
         ├── DownloadError                   a pull that did not finish or did not match its hash
-        └── CapacityError                   the memory plan does not fit
+        ├── CapacityError                   memory or disk is too small
+        └── TrainingError                   a loss that is no number any more, or too little data
 
 User mistakes raise one of these and say the value, what is allowed and what to do.
 Broken invariants of our own are plain ``assert``.
@@ -28,6 +29,7 @@ __all__ = [
     "OutriderError",
     "ParameterError",
     "PromptError",
+    "TrainingError",
     "UnknownModelError",
     "UnsafeFileError",
     "UnsupportedModelError",
@@ -81,3 +83,7 @@ class DownloadError(FailureError):
 
 class CapacityError(FailureError):
     """What was asked for does not fit in memory."""
+
+
+class TrainingError(FailureError):
+    """A training run cannot go on: its loss is no longer a number, or there is too little data."""

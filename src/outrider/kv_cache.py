@@ -29,21 +29,23 @@ from torch import Tensor
 class StepSlots:
     """Where one forward pass writes and reads: a segment of consecutive slots per request.
 
-    ``live_len`` is the longest request's committed plus new tokens; reads stop there. Views of all
-    layers are made once per pass: ``live`` holds keys and values ``[B, G, live_len, K]`` by layer
-    (None where the rows are scattered and must be gathered), ``own`` a single request's new slots
-    ``[T, G, K]`` (None for several, whose rows ``row_R``/``slot_R`` address).
+    Views of all layers are made once per pass: ``live[b]`` holds request b's keys and values
+    ``[G, S_b, K]`` by layer, committed and new, ``own`` a single request's new slots ``[T, G, K]``
+    (None for several, whose rows ``row_R``/``slot_R`` address).
     """
 
     rows: tuple[int, ...]
     starts: tuple[int, ...]
     counts: tuple[int, ...]
-    live_len: int
-    live: tuple[Sequence[Tensor], Sequence[Tensor]] | None
+    live: tuple[tuple[Sequence[Tensor], Sequence[Tensor]], ...]
     own: tuple[Sequence[Tensor], Sequence[Tensor]] | None
     row_R: Tensor | None = None
     slot_R: Tensor | None = None
-    row_B: Tensor | None = None
+
+    @property
+    def live_lens(self) -> tuple[int, ...]:
+        """Committed plus new tokens of each request."""
+        return tuple(s + n for s, n in zip(self.starts, self.counts, strict=True))
 
 
 class KVCache:
@@ -104,26 +106,23 @@ class KVCache:
         """
         earlier = [0] * len(rows) if earlier is None else earlier
         starts = tuple(self._committed[row] + n for row, n in zip(rows, earlier, strict=True))
-        live_len = max(start + count for start, count in zip(starts, counts, strict=True))
-        assert live_len <= self.num_slots, "a pass must be clipped to the room left"
-        first, last = rows[0], rows[-1]
-        live = own = None
-        if list(rows) == list(range(first, last + 1)):
-            live = self._views((slice(None), slice(first, last + 1), slice(None), slice(live_len)))
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        assert max(ends) <= self.num_slots, "a pass must be clipped to the room left"
+        live = tuple(
+            self._views((slice(None), row, slice(None), slice(end)))
+            for row, end in zip(rows, ends, strict=True)
+        )
         if len(rows) == 1:
-            window = slice(starts[0], live_len)
-            own = self._views((slice(None), first, slice(None), window), swap=(1, 2))
-            return StepSlots(tuple(rows), starts, tuple(counts), live_len, live, own)
+            window = slice(starts[0], ends[0])
+            own = self._views((slice(None), rows[0], slice(None), window), swap=(1, 2))
+            return StepSlots(tuple(rows), starts, tuple(counts), live, own)
         packed = [
             (row, start + offset)
             for row, start, count in zip(rows, starts, counts, strict=True)
             for offset in range(count)
         ]
         row_R, slot_R = torch.tensor(packed).unbind(1)
-        row_B = torch.tensor(rows) if live is None else None
-        return StepSlots(
-            tuple(rows), starts, tuple(counts), live_len, live, own, row_R, slot_R, row_B
-        )
+        return StepSlots(tuple(rows), starts, tuple(counts), live, None, row_R, slot_R)
 
     def write(self, layer: int, slots: StepSlots, key_RGK: Tensor, value_RGK: Tensor) -> None:
         """Store the pass's keys and values of one layer, rounded to the cache's dtype."""
@@ -135,12 +134,10 @@ class KVCache:
         keys[slots.row_R, :, slots.slot_R] = key_RGK.to(keys.dtype)
         values[slots.row_R, :, slots.slot_R] = value_RGK.to(values.dtype)
 
-    def read(self, layer: int, slots: StepSlots) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[B, G, live_len, K]`` of the pass's requests, committed and new."""
-        if slots.live is not None:
-            return slots.live[0][layer], slots.live[1][layer]
-        gathered = slots.row_B, slice(None), slice(slots.live_len)
-        return self._keys[layer][gathered], self._values[layer][gathered]
+    def read(self, layer: int, slots: StepSlots, request: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[G, S_b, K]`` of one request of the pass, committed and new."""
+        keys, values = slots.live[request]
+        return keys[layer], values[layer]
 
     def _views(
         self, place: tuple[slice | int, ...], swap: tuple[int, int] | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,15 @@ Prompt = str | Sequence[int]
 DEFAULT_MAX_MODEL_LEN = 2048
 
 GREEDY = SamplingParams()
+
+ENOUGH_EVERY = 16  # output tokens between two questions whether a request has enough
+
+
+class _End:
+    """What stands for the end of the jobs, which may hand out None themselves."""
+
+
+_END = _End()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +129,22 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokeniser and chat template."""
-        return self._loaded.files.tokenizer
+        return self.files.tokenizer
+
+    @property
+    def target(self) -> Decoder:
+        """The loaded model itself, for what looks at its states."""
+        return self._loaded.target
+
+    @property
+    def files(self) -> TargetFiles:
+        """What the target was loaded from."""
+        return self._loaded.files
 
     @property
     def config(self) -> DecoderConfig:
         """The model's architecture."""
-        return self._loaded.target.config
+        return self.target.config
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -225,6 +244,62 @@ class LLM:
             for request in requests:
                 self._engine.abort(request)
         return [completions[index] for index in range(len(requests))]
+
+    def generate_each(
+        self,
+        jobs: Iterable[tuple[Prompt, SamplingParams] | None],
+        *,
+        is_enough: Callable[[Sequence[int]], bool] | None = None,
+    ) -> Generator[tuple[int, Completion], None, None]:
+        """Complete any number of prompts and yield (index, completion) of each as it ends.
+
+        ``jobs`` is read as rows become free, so it may be endless, and may depend on what was
+        yielded: it hands out None where nothing is ready before the next completion.
+        ``is_enough`` is asked now and then with a request's output tokens and aborts it when True.
+        Closed or interrupted, all requests are aborted.
+
+        Raises:
+            PromptError: a prompt is empty, too long, or has an id outside the vocabulary.
+            ParameterError: ``jobs`` hands out None while nothing runs, so nothing could change.
+        """
+        waiting = iter(jobs)
+        running: dict[int, Request] = {}
+        num_taken, is_drained = 0, False
+        try:
+            while running or not is_drained:
+                while not is_drained and len(running) < self._loaded.engine.max_batch_size:
+                    job = next(waiting, _END)
+                    if job is None and running:
+                        break
+                    if job is None:
+                        raise ParameterError("jobs: None while nothing runs; end it instead")
+                    if isinstance(job, _End):
+                        is_drained = True
+                        continue
+                    prompt, params = job
+                    request = self._engine.new_request(self._encode(prompt), params)
+                    self._engine.submit(request)
+                    running[num_taken] = request
+                    num_taken += 1
+                self._engine.step()
+                self._abort_enough(running.values(), is_enough)
+                ended = [i for i, request in running.items() if request.finish_reason is not None]
+                for index in ended:
+                    yield index, self._completion(running.pop(index))
+        finally:
+            for request in running.values():
+                self._engine.abort(request)
+
+    def _abort_enough(
+        self, requests: Iterable[Request], is_enough: Callable[[Sequence[int]], bool] | None
+    ) -> None:
+        """Abort the requests that have enough, asking each every few tokens."""
+        if is_enough is None:
+            return
+        for request in requests:
+            is_due = request.num_output % ENOUGH_EVERY == 0 and request.finish_reason is None
+            if is_due and is_enough(request.token_ids[request.prompt_len :]):
+                self._engine.abort(request)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams = GREEDY

@@ -15,12 +15,21 @@ import torch
 
 from outrider.config import Method, SpeculationConfig
 from outrider.drafters import Drafter, DraftSource, create_drafter, drafted_slots
-from outrider.errors import ParameterError, UnknownModelError, UnsupportedModelError
+from outrider.errors import ParameterError, UnknownModelError
 from outrider.models.architecture import DecoderConfig
 from outrider.models.decoder import Decoder
-from outrider.models.heads.config import MedusaConfig
+from outrider.models.heads.config import Eagle3Config, MedusaConfig, Shapes
 from outrider.models.loading import Tokenizer, load
-from outrider.models.loading.heads import LoadedHead, has_mtp, load_head, load_mtp
+from outrider.models.loading.heads import (
+    LoadedHead,
+    check_tokenizer,
+    has_mtp,
+    load_head,
+    load_mtp,
+    load_shared_draft_model,
+    recorded_acceptance,
+    shares_ends,
+)
 from outrider.models.loading.hub import resolve
 from outrider.models.memory import MemoryItem, cache_item, weights_item
 from outrider.types import ProgressCallback
@@ -39,18 +48,20 @@ class TargetFiles:
 class OpenedDrafter:
     """A head or a draft model whose files are open and fit the target.
 
-    ``head`` is None for a draft model.
+    ``head`` is None for a draft model; ``recorded_acceptance`` is what its maker measured.
     """
 
     source: DraftSource
     name: str
     weights_hash: str
     head: LoadedHead | None
+    recorded_acceptance: float | None
 
     @classmethod
     def of(cls, head: LoadedHead) -> OpenedDrafter:
         """What a head is to its drafter."""
-        return cls(DraftSource(head.config, head.weights), head.name, head.weights_hash, head)
+        source = DraftSource(head.config, head.weights)
+        return cls(source, head.name, head.weights_hash, head, head.recorded_acceptance)
 
     def close(self) -> None:
         """Let go of the files."""
@@ -114,17 +125,18 @@ def _open_head(
 def _open_draft_model(
     name: str, target: TargetFiles, on_progress: ProgressCallback | None
 ) -> OpenedDrafter:
-    checkpoint = load(resolve(name, pull=True, on_progress=on_progress), on_progress=on_progress)
-    ours, theirs = checkpoint.tokenizer.fingerprint, target.tokenizer.fingerprint
-    if ours != theirs:
-        checkpoint.weights.close()
-        raise UnsupportedModelError(
-            f"draft model {checkpoint.name} has another tokeniser than the target: vocabulary "
-            f"{ours[:16]} is not {theirs[:16]}; its tokens would mean something else; choose a "
-            "draft model of the target's family"
-        )
-    source = DraftSource(checkpoint.config, checkpoint.weights)
-    return OpenedDrafter(source, checkpoint.name, checkpoint.weights_hash, None)
+    path = resolve(name, pull=True, on_progress=on_progress)
+    if shares_ends(path):
+        model = load_shared_draft_model(path, target.config, target.tokenizer)
+    else:
+        model = load(path, on_progress=on_progress)
+        try:
+            check_tokenizer(model.name, model.tokenizer.fingerprint, target.tokenizer.fingerprint)
+        except BaseException:
+            model.weights.close()
+            raise
+    source = DraftSource(model.config, model.weights)
+    return OpenedDrafter(source, model.name, model.weights_hash, None, recorded_acceptance(path))
 
 
 def build_drafter(
@@ -149,6 +161,20 @@ def build_drafter(
             opened.close()
 
 
+def _loaded_shapes(source: DraftSource) -> Shapes:
+    """The weights in memory: those of the file, and an output head that is copied beside them.
+
+    Of a reduced vocabulary that shares its target's head, it is the rows it needs; of a whole draft
+    model with tied ends, the packed second copy.
+    """
+    config, shapes = source.config, source.config.weight_shapes()
+    if isinstance(config, Eagle3Config) and config.is_reduced:
+        shapes["lm_head.weight"] = (config.draft_vocab_size, config.layers.hidden_size)
+    elif isinstance(config, DecoderConfig) and "embed.weight" in shapes:
+        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    return shapes
+
+
 def drafter_items(
     source: DraftSource,
     speculation: SpeculationConfig,
@@ -159,7 +185,7 @@ def drafter_items(
 ) -> Sequence[MemoryItem]:
     """The drafter's lines of the memory plan: weights, own cache, draft logits."""
     config = source.config
-    items = [weights_item("draft weights", config.weight_shapes(), dtype)]
+    items = [weights_item("draft weights", _loaded_shapes(source), dtype)]
     if isinstance(config, MedusaConfig):
         rows, width = max_batch_size * config.num_heads, config.draft_vocab_size
     else:

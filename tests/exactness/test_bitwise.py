@@ -101,11 +101,11 @@ def test_stock_attention_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inverse test: attention summed in the compute dtype fails the very same self-test."""
 
     def stock_attention(query, key, value, bias):
-        dtype = key.dtype
+        dtype = torch.bfloat16  # what the decoder computes in
         out = F.scaled_dot_product_attention(
             query.to(dtype),
-            key,
-            value,
+            key.to(dtype),
+            value.to(dtype),
             attn_mask=None if bias is None else bias.to(dtype),
             enable_gqa=True,
         )

@@ -65,12 +65,12 @@ class CacheMachine(RuleBasedStateMachine):
         for layer in range(2):
             self.cache.write(layer, slots, key_RGK + layer, -key_RGK - layer)
         for layer in range(2):
-            key_BGSK, value_BGSK = self.cache.read(layer, slots)
             for b, row in enumerate(rows):
+                key_GSK, value_GSK = self.cache.read(layer, slots, b)
                 seen = self.expected[row] + values[b]
 
-                assert seen == (key_BGSK[b, 1, : len(seen), 3] - layer).tolist()
-                assert seen == (-value_BGSK[b, 0, : len(seen), 0] - layer).tolist()
+                assert seen == (key_GSK[1, :, 3] - layer).tolist()
+                assert seen == (-value_GSK[0, :, 0] - layer).tolist()
         for row, written in zip(rows, values, strict=True):
             nodes = range(1, len(written))
             path = data.draw(st.lists(st.sampled_from(nodes), unique=True)) if nodes else []

@@ -15,7 +15,7 @@ from outrider.errors import CheckpointError, ParameterError
 from outrider.models.architecture import RopeConfig
 from outrider.models.heads.config import Eagle3Config
 from outrider.models.loading.heads import LAYOUTS, LoadedHead, load_head, write_eagle3
-from outrider.models.loading.heads import write as write_module
+from outrider.models.loading.heads import folder as folder_module
 from tests.models import tiny_config
 from tests.tiny import TinyModel, write_hf_checkpoint
 from tests.tiny_heads import write_eagle3_head, write_medusa_head
@@ -230,7 +230,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
     def full(*_arguments, **_settings):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(write_module, "save_file", full)
+    monkeypatch.setattr(folder_module, "write_tensors", full)
     with pytest.raises(CheckpointError, match="new: cannot be written: No space left on device"):
         rewrite(head, tmp_path / "new", "safeailab")
 
@@ -279,6 +279,28 @@ def test_convert_writes_the_head_in_the_other_layout(tmp_path, model, layout):
     assert any("layer outputs" in sentence for sentence in report.conventions)
     assert 5 + len(report.conventions) == report.table().row_count
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("draft_size", [40, None], ids=["reduced", "whole"])
+def test_convert_puts_in_output_rows_that_are_the_targets(tmp_path, model, layout, draft_size):
+    """Those that the head named in our own words, which other engines do not know."""
+    sizes = TinyModel(num_layers=7)
+    ours = {"outrider": {"lm_head": "target"}}
+    head = write_eagle3_head(
+        tmp_path / "head", sizes, own_head=False, draft_vocab_size=draft_size, extra=ours
+    )
+    report = convert(head, str(model), layout, tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    output = load_file(model / "model.safetensors")["lm_head.weight"]
+    if draft_size is not None:
+        output = output[stored["d2t"] + torch.arange(draft_size)]
+    is_whole = draft_size is None and layout == "speculators"
+
+    assert is_whole == ("lm_head.weight" not in stored)
+    assert is_whole == ("lm_head" in config_of(tmp_path / "out")["outrider"])
+    assert is_whole or torch.equal(output, stored["lm_head.weight"])
+    assert any("outrider.lm_head: the target's" in sentence for sentence in report.conventions)
 
 
 def test_convert_refuses_what_has_one_layout(tmp_path, model):

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -30,6 +31,7 @@ from outrider.errors import PromptError
 from outrider.types import Completion, TextChunk
 
 MAX_PROMPT_BYTES = 16 << 20
+RETELL_S = 15.0  # seconds between two lines of one stage, without a terminal
 PLAIN_WIDTH = 110  # columns when the output is not a terminal
 CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
@@ -170,6 +172,7 @@ class Stages:
 
     def __init__(self) -> None:
         self._stage = ""
+        self._due_s = 0.0
         self._progress: Progress | None = None
         self._task: TaskID | None = None
 
@@ -188,9 +191,7 @@ class Stages:
     def __call__(self, stage: str, fraction: float | None) -> None:
         """Show that ``stage`` is done to this fraction; None when nobody knows."""
         if self._progress is None:
-            if stage != self._stage:
-                note(f"outrider: {stage}")
-            self._stage = stage
+            self._tell(stage)
             return
         if self._task is None or stage != self._stage:
             if self._task is not None:
@@ -199,6 +200,15 @@ class Stages:
         self._stage = stage
         total = None if fraction is None else 1.0
         self._progress.update(self._task, total=total, completed=fraction or 0.0)
+
+    def _tell(self, stage: str) -> None:
+        """A line for a new stage; figures behind its colon are told again only now and then."""
+        now = time.monotonic()
+        is_new = stage.partition(":")[0] != self._stage.partition(":")[0]
+        if is_new or (stage != self._stage and now >= self._due_s):
+            note(f"outrider: {stage}")
+            self._due_s = now + RETELL_S
+        self._stage = stage
 
 
 class Interrupt:

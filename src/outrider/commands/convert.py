@@ -1,23 +1,26 @@
 """Turning a draft head of one layout into another, for another engine.
 
 Owns what ``outrider convert`` does and reports: the head is read, checked against its target, and
-written again; weights keep their type and every bit. Stands between :mod:`outrider.cli` and
+written again; weights keep their type and every bit. Output rows that the head has from its target
+are put in where other engines would miss them. Stands between :mod:`outrider.cli` and
 :mod:`outrider.models.loading.heads`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from torch import Tensor
 
 from outrider.commands.console import format_bytes, table
 from outrider.errors import ParameterError
 from outrider.models.heads.config import Eagle3Config
-from outrider.models.loading import load
-from outrider.models.loading.heads import load_head, write_eagle3
+from outrider.models.loading import LoadedCheckpoint, load
+from outrider.models.loading.heads import LoadedHead, completed, load_head, write_eagle3
 from outrider.models.loading.hub import resolve
 from outrider.types import ProgressCallback
 
@@ -86,13 +89,10 @@ def convert(
     try:
         loaded = load_head(head, target.config, on_progress=on_progress)
         try:
-            if not isinstance(loaded.config, Eagle3Config):
-                raise ParameterError(
-                    f"{head}: a {loaded.layout} head; only EAGLE-3 heads have several layouts"
-                )
+            config, weights = _for_layout(loaded, layout, target)
             write_eagle3(
-                loaded.config,
-                loaded.weights,
+                config,
+                weights,
                 out,
                 layout=layout,
                 target_name=target.name,
@@ -113,3 +113,21 @@ def convert(
         conventions=loaded.conventions,
         recorded_acceptance=loaded.recorded_acceptance,
     )
+
+
+def _for_layout(
+    head: LoadedHead, layout: str, target: LoadedCheckpoint
+) -> tuple[Eagle3Config, Mapping[str, Tensor]]:
+    """What is to be written: an output head that ``layout`` has no words to share is put in."""
+    config, weights = head.config, head.weights
+    if not isinstance(config, Eagle3Config):
+        raise ParameterError(
+            f"{head.name}: a {head.layout} head; only EAGLE-3 heads have several layouts"
+        )
+    if config.has_own_head or not (config.is_reduced or layout == "safeailab"):
+        return config, weights
+    config, weights = completed(
+        config, weights, target.config, target.weights, with_embedding=False
+    )
+    assert isinstance(config, Eagle3Config), "completing changes no kind"
+    return config, weights

@@ -26,8 +26,13 @@ from outrider.config import Method, SpeculationConfig
 from outrider.drafters import DraftSource
 from outrider.errors import UnknownModelError
 from outrider.models.architecture import DecoderConfig
-from outrider.models.heads.config import Eagle3Config, MedusaConfig, MtpConfig
-from outrider.models.loading.heads import is_whole_model
+from outrider.models.heads.config import (
+    Eagle3Config,
+    MedusaConfig,
+    MtpConfig,
+    SharedEndsConfig,
+)
+from outrider.models.loading.heads import is_draft_model
 from outrider.models.loading.hub import resolve
 from outrider.pairing import OpenedDrafter, TargetFiles, open_drafter, open_head
 from outrider.types import ProgressCallback
@@ -100,7 +105,7 @@ class HeadInspection:
                 "target_size": self.target.vocab_size,
                 "coverage": self.draft_vocab_size / self.target.vocab_size,
             },
-            "recorded_acceptance": None if head is None else head.recorded_acceptance,
+            "recorded_acceptance": opened.recorded_acceptance,
             "gates": [asdict(gate) for gate in self.gates],
         }
 
@@ -111,7 +116,7 @@ class HeadInspection:
     def _facts_table(self) -> Table:
         opened, head, config = self.opened, self.opened.head, self.opened.source.config
         draft, target = self.draft_vocab_size, self.target.vocab_size
-        recorded = None if head is None else head.recorded_acceptance
+        recorded = opened.recorded_acceptance
         rows = [
             ("kind", _KINDS[self.speculation.method]),
             ("parameters", f"{self.num_parameters:,}"),
@@ -123,9 +128,7 @@ class HeadInspection:
         if head is not None:
             rows[1:1] = [("layout", head.layout), ("file", format_bytes(head.source_bytes))]
             rows += [("found", sentence) for sentence in head.conventions]
-            rows.append(
-                ("recorded acceptance length", "-" if recorded is None else f"{recorded:.2f}")
-            )
+        rows.append(("recorded acceptance length", "-" if recorded is None else f"{recorded:.2f}"))
         return table(("", ""), rows, title=f"Drafter: {opened.name}", numbers_from=2)
 
     def _gates_table(self) -> Table:
@@ -176,7 +179,7 @@ def _open(
             f"--head: no such folder, file or model: {name}; give a draft head's folder or "
             ".safetensors file, or a draft model"
         ) from None
-    if is_whole_model(path, target.config):
+    if is_draft_model(path, target.config):
         speculation = SpeculationConfig(method=Method.DRAFT, head=str(path))
         opened = open_drafter(speculation, target, on_progress)
         assert opened is not None, "a draft model has files"
@@ -203,7 +206,7 @@ def _gates(opened: OpenedDrafter, target: TargetFiles, max_model_len: int) -> It
 
 
 def _hidden_size(config: object, target: DecoderConfig) -> Gate:
-    if isinstance(config, DecoderConfig):
+    if isinstance(config, DecoderConfig) and not isinstance(config, SharedEndsConfig):
         detail = f"{config.hidden_size:,}, of no concern: a draft model reads tokens only"
     elif isinstance(config, Eagle3Config) and config.layers.hidden_size != target.hidden_size:
         detail = (
@@ -286,11 +289,16 @@ def _architecture_rows(
         ("rotary embedding", rope_line(layers.rope)),
         ("further", extras_line(layers)),
     ]
+    if isinstance(config, SharedEndsConfig):
+        ends = {"embedding": "the target's", "output head": "the target's"}
+        return [("architecture", config.architecture), *rows, *ends.items()]
     if isinstance(config, DecoderConfig):
         return [("architecture", config.architecture), *rows]
+    is_reduced = isinstance(config, Eagle3Config) and config.is_reduced
+    rows_of = "the target's rows of the draft vocabulary" if is_reduced else "the target's"
     ends = {
         "embedding": "its own" if config.has_own_embedding else "the target's",
-        "output head": "its own" if config.has_own_head else "the target's",
+        "output head": "its own" if config.has_own_head else rows_of,
     }
     options = (
         ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")

@@ -17,7 +17,12 @@ from outrider.drafters.medusa import MedusaDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.models.architecture import DecoderConfig
 from outrider.models.decoder import Decoder
-from outrider.models.heads.config import Eagle3Config, MedusaConfig, MtpConfig
+from outrider.models.heads.config import (
+    Eagle3Config,
+    MedusaConfig,
+    MtpConfig,
+    SharedEndsConfig,
+)
 from outrider.models.heads.eagle3 import Eagle3Head
 from outrider.models.heads.medusa import MedusaHeads
 from outrider.models.heads.mtp import MtpHead
@@ -85,7 +90,7 @@ def _module(source: DraftSource, target: Decoder) -> tuple[DraftModule, DraftVoc
     if isinstance(config, MtpConfig):
         return MtpHead(config, weights, target), None
     assert isinstance(config, DecoderConfig)
-    model = DraftModel(
-        Decoder(config, weights, dtype=target.dtype, policies=None), target.config.vocab_size
-    )
+    ends = target if isinstance(config, SharedEndsConfig) else None
+    decoder = Decoder(config, weights, dtype=target.dtype, policies=None, ends=ends)
+    model = DraftModel(decoder, target.config.vocab_size)
     return model, model.vocabulary

@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.kv_cache import KVCache
 from outrider.models.architecture import DecoderConfig
 from outrider.models.layers import LayerStack, Segment, embed_rows, loud_rows
-from outrider.models.linear import RowPolicy
+from outrider.models.linear import ExactLinear, RowPolicy
 
 FINAL_STATE = -1
 """Asks ``forward`` for the state behind the final norm, which the output head reads."""
@@ -47,6 +47,8 @@ class Decoder:
         policies: row ranges by linear shape, from :func:`outrider.models.exactness.row_policies`;
             None for a draft model, whose rows need not be exact.
         on_layer: called after each loaded layer with the fraction done.
+        ends: another decoder, whose embedding and output head are used in place of own ones;
+            ``weights`` then hold neither. Sizes and dtype are the same.
     """
 
     def __init__(
@@ -57,17 +59,24 @@ class Decoder:
         dtype: torch.dtype,
         policies: Mapping[tuple[int, int, bool], RowPolicy] | None,
         on_layer: Callable[[float], None] | None = None,
+        ends: Decoder | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.policies = dict(policies or {})
-        # Copies: a lazy mapping's tensors may be views of the file, which may change or go away.
-        self._embedding = weights["embed.weight"].to(dtype, copy=True).contiguous()
         self._stack = LayerStack(config, weights, dtype=dtype, policies=policies, on_layer=on_layer)
-        head = self._embedding
-        if not config.tied_embeddings:
-            head = weights["lm_head.weight"].to(dtype, copy=True)
-        self._head = self._stack.linear(head)
+        self._embedding, self._head = (
+            self._load_ends(weights) if ends is None else (ends._embedding, ends._head)
+        )
+
+    def _load_ends(self, weights: Mapping[str, Tensor]) -> tuple[Tensor, ExactLinear]:
+        """Embedding and output head; of tied ones the head is a second, packed copy."""
+        # Copies: a lazy mapping's tensors may be views of the file, which may change or go away.
+        embedding_VD = weights["embed.weight"].to(self.dtype, copy=True).contiguous()
+        head_VD = embedding_VD
+        if not self.config.tied_embeddings:
+            head_VD = weights["lm_head.weight"].to(self.dtype, copy=True)
+        return embedding_VD, self._stack.linear(head_VD)
 
     def forward(
         self,
@@ -104,6 +113,15 @@ class Decoder:
     def head(self, normed_RD: Tensor) -> Tensor:
         """The output head alone, in the compute dtype; at least ``min_rows`` rows for exactness."""
         return self._head(normed_RD)
+
+    def head_rows(self, ids_W: Tensor) -> Tensor:
+        """The output head's rows ``[W, D]`` of these tokens, a copy in the compute dtype.
+
+        Takes the memory of the whole head for a moment where it is not tied to the embedding.
+        """
+        if self.config.tied_embeddings:
+            return self._embedding[ids_W]
+        return self._head.rows(ids_W)
 
     def _logits(self, x_RD: Tensor, segments: Sequence[Segment]) -> Tensor:
         """Float32 logits of the rows that are not silent, padded for the product in between."""

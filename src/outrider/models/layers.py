@@ -32,6 +32,8 @@ from outrider.models.norm import RMSNorm
 VECTOR_WIDTH = 64
 SERIAL_ELEMENTS = 32768
 
+SIMILAR_LENGTH = 0.7  # requests at least this fraction of the longest attend in one padded block
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -72,17 +74,37 @@ class _Layer:
 
 
 @dataclass(frozen=True, slots=True)
+class _Group:
+    """Requests of about the same length, whose attention is one padded block.
+
+    ``row_R`` are their packed rows, ``request_R`` and ``place_R`` where each goes in the block; all
+    three are None for a pass of one request, whose rows lie as they are. ``wide_2BGSK`` holds the
+    keys and values that a layer reads in float64; each layer writes it anew, so that none pays for
+    fresh memory, and what is behind a shorter request's end stays zero.
+    """
+
+    requests: tuple[int, ...]
+    width: int
+    bias: Tensor | None
+    sliding_bias: Tensor | None
+    wide_2BGSK: Tensor
+    row_R: Tensor | None = None
+    request_R: Tensor | None = None
+    place_R: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Pass:
-    """What all layers of one pass share."""
+    """What all layers of one pass share.
+
+    ``heads_RD`` takes attention's output, padded to the linears' least row count; layers reuse it.
+    """
 
     slots: StepSlots
     num_rows: int
     rotation_R1C: Tensor
-    bias: Tensor | None
-    sliding_bias: Tensor | None
-    request_R: Tensor | None
-    place_R: Tensor | None
-    heads_RD: Tensor  # attention's output, padded to the linears' least row count; reused by layers
+    groups: tuple[_Group, ...]
+    heads_RD: Tensor
 
 
 class LayerStack:
@@ -129,8 +151,6 @@ class LayerStack:
             counts,
             [segment.num_earlier for segment in segments],
         )
-        masks = [segment.ancestor_mask_TT for segment in segments]
-        depths = [segment.depths for segment in segments]
         position_R = torch.tensor(
             [
                 start - segment.num_earlier + depth
@@ -138,24 +158,44 @@ class LayerStack:
                 for depth in segment.depths[segment.num_earlier :]
             ]
         )
-        window = self.config.sliding_window if self.config.sliding_layers else None
-        request_R = place_R = None
-        if len(segments) > 1:
-            place = [(b, t) for b, count in enumerate(counts) for t in range(count)]
-            request_R, place_R = torch.tensor(place).unbind(1)
+        groups = _similar(slots.live_lens)
         return Pass(
             slots=slots,
             num_rows=sum(counts),
             rotation_R1C=self._rotary.rotation(position_R),
-            bias=visibility_bias(slots, masks, depths),
-            sliding_bias=visibility_bias(slots, masks, depths, window) if window else None,
-            request_R=request_R,
-            place_R=place_R,
+            groups=tuple(self._group(requests, segments, slots) for requests in groups),
             heads_RD=torch.zeros(
                 max(sum(counts), self.min_rows),
                 self.config.num_heads * self.config.head_dim,
                 dtype=self.dtype,
             ),
+        )
+
+    def _group(
+        self, requests: Sequence[int], segments: Sequence[Segment], slots: StepSlots
+    ) -> _Group:
+        """Masks, buffers and places of some of a pass' requests."""
+        config = self.config
+        ends = [slots.live_lens[b] for b in requests]
+        counts = [slots.counts[b] for b in requests]
+        masks = [segments[b].ancestor_mask_TT for b in requests]
+        depths = [segments[b].depths for b in requests]
+        window = config.sliding_window if config.sliding_layers else None
+        row_R = request_R = place_R = None
+        if len(segments) > 1:
+            first = [sum(slots.counts[:b]) for b in requests]
+            places = [(first[j] + t, j, t) for j, count in enumerate(counts) for t in range(count)]
+            row_R, request_R, place_R = torch.tensor(places).unbind(1)
+        shape = (2, len(requests), config.num_kv_heads, max(ends), config.head_dim)
+        return _Group(
+            requests=tuple(requests),
+            width=max(counts),
+            bias=visibility_bias(ends, counts, masks, depths),
+            sliding_bias=visibility_bias(ends, counts, masks, depths, window) if window else None,
+            wide_2BGSK=torch.zeros(shape, dtype=torch.float64),
+            row_R=row_R,
+            request_R=request_R,
+            place_R=place_R,
         )
 
     def run(self, index: int, x_RD: Tensor, plan: Pass, cache: KVCache) -> Tensor:
@@ -206,31 +246,25 @@ class LayerStack:
         cache.write(
             index, plan.slots, rotated_RHK[:, config.num_heads :], heads_RHK[:, num_rotated:]
         )
-        key_BGSK, value_BGSK = cache.read(index, plan.slots)
-        bias = plan.sliding_bias if layer.is_sliding else plan.bias
-        out_RHK = self._attend_padded(query_RHK, key_BGSK, value_BGSK, bias, plan)
+        out_RHK = query_RHK
+        if len(plan.groups) > 1:
+            out_RHK = torch.empty_like(query_RHK)
+        for group in plan.groups:
+            for wide_2GSK, request in zip(group.wide_2BGSK.unbind(1), group.requests, strict=True):
+                key_GSK, value_GSK = cache.read(index, plan.slots, request)
+                length = key_GSK.shape[1]
+                wide_2GSK[0, :, :length].copy_(key_GSK)
+                wide_2GSK[1, :, :length].copy_(value_GSK)
+            bias = group.sliding_bias if layer.is_sliding else group.bias
+            attended_RHK = _attend_padded(query_RHK, group, bias)
+            if len(plan.groups) > 1:
+                out_RHK[group.row_R] = attended_RHK
+            else:
+                out_RHK = attended_RHK
         if self.dtype == torch.float32 and self._policies is not None:
             out_RHK = shorten(out_RHK)
         plan.heads_RD[:num_rows].view_as(query_RHK).copy_(out_RHK)  # rounds on the way
         return layer.out(plan.heads_RD, residual_RD)
-
-    def _attend_padded(
-        self,
-        query_RHK: Tensor,
-        key_BGSK: Tensor,
-        value_BGSK: Tensor,
-        bias: Tensor | None,
-        plan: Pass,
-    ) -> Tensor:
-        """Unpack rows into one padded block per request, attend, and pack again."""
-        if plan.request_R is None:
-            query_BHTK = query_RHK.transpose(0, 1).unsqueeze(0)
-            return attention(query_BHTK, key_BGSK, value_BGSK, bias)[0].transpose(0, 1)
-        num_requests, width = len(plan.slots.rows), max(plan.slots.counts)
-        query_BTHK = query_RHK.new_zeros(num_requests, width, *query_RHK.shape[1:])
-        query_BTHK[plan.request_R, plan.place_R] = query_RHK
-        out_BHTK = attention(query_BTHK.transpose(1, 2), key_BGSK, value_BGSK, bias)
-        return out_BHTK.transpose(1, 2)[plan.request_R, plan.place_R]
 
     def mlp(self, index: int, x_RD: Tensor) -> Tensor:
         """A layer's MLP behind its norm, added to its input."""
@@ -289,6 +323,31 @@ class LayerStack:
             has_rope=index not in config.no_rope_layers,
             is_sliding=index in config.sliding_layers,
         )
+
+
+def _similar(lengths: Sequence[int]) -> list[list[int]]:
+    """Requests grouped so that padding to a group's longest adds little to the others."""
+    longest_first = sorted(range(len(lengths)), key=lambda b: (-lengths[b], b))
+    groups: list[list[int]] = []
+    for b in longest_first:
+        if groups and lengths[b] >= SIMILAR_LENGTH * lengths[groups[-1][0]]:
+            groups[-1].append(b)
+        else:
+            groups.append([b])
+    return [sorted(group) for group in groups]
+
+
+def _attend_padded(query_RHK: Tensor, group: _Group, bias: Tensor | None) -> Tensor:
+    """Unpack a group's rows into one padded block per request, attend, and pack again."""
+    key_BGSK, value_BGSK = group.wide_2BGSK
+    if group.row_R is None:
+        query_BHTK = query_RHK.transpose(0, 1).unsqueeze(0)
+        return attention(query_BHTK, key_BGSK, value_BGSK, bias)[0].transpose(0, 1)
+    shape = len(group.requests), group.width, *query_RHK.shape[1:]
+    query_BTHK = query_RHK.new_zeros(shape)
+    query_BTHK[group.request_R, group.place_R] = query_RHK[group.row_R]
+    out_BHTK = attention(query_BTHK.transpose(1, 2), key_BGSK, value_BGSK, bias)
+    return out_BHTK.transpose(1, 2)[group.request_R, group.place_R]
 
 
 def embed_rows(segments: Sequence[Segment], table_VD: Tensor, min_rows: int) -> Tensor:

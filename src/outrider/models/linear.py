@@ -92,6 +92,11 @@ class ExactLinear:
         blocks = zip(x_RD.split(sizes), residuals, strict=True)
         return torch.cat([self._product(x, residual) for x, residual in blocks])
 
+    def rows(self, index_W: Tensor) -> Tensor:
+        """Rows of the weight, a copy in its own type; unpacks the whole weight for a moment."""
+        weight = self._weight.to_dense() if self._is_packed else self._weight
+        return weight[index_W]
+
     def _product(self, x_RD: Tensor, residual_RD: Tensor | None) -> Tensor:
         if not self._is_packed:
             product = F.linear(x_RD, self._weight, self._bias)

@@ -40,7 +40,8 @@ class LayeredHead:
     """What EAGLE-3 and MTP have in common: decoder layers between the ends of a target.
 
     Runs in the target's precision; embedding and output head are its own where the checkpoint holds
-    them, else the target's. Subclasses say what the layers read.
+    them, else the target's; of a reduced vocabulary the head's rows are copied, so that no more
+    than those are computed. Subclasses say what the layers read.
     """
 
     token_shift = 1
@@ -63,6 +64,9 @@ class LayeredHead:
         self._head: Callable[[Tensor], Tensor] = target.head
         if config.has_own_head:
             self._head = self._linear(weights["lm_head.weight"])
+        elif config.draft_vocab_size < config.layers.vocab_size:
+            ids_W = torch.arange(config.draft_vocab_size) + weights["d2t"]
+            self._head = self._stack.linear(target.head_rows(ids_W))
         self._fc = self._linear(weights["fc.weight"])
 
     def new_cache(self, *, max_batch_size: int, num_slots: int) -> KVCache:

@@ -11,7 +11,7 @@ vocabulary, n the number of captured states.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 
 from outrider.errors import CheckpointError
@@ -35,7 +35,8 @@ class Eagle3Config:
         norm_before_residual: the residual is the normed state, not the raw one.
         norm_output: the state that is fed back is the normed one (EAGLE-3.1).
         has_own_embedding: else the target's embedding is used.
-        has_own_head: else the target's output head is used.
+        has_own_head: else the target's output head is used: of a reduced vocabulary, the rows of
+            the tokens that ``d2t`` names.
 
     Weights: those of ``layers`` (``embed`` and ``lm_head`` only where own), layer 0's q, k and v
     taking ``2 D`` inputs and having a ``hidden_norm``; ``fc.weight [D, n E]``; ``d2t [W]`` where
@@ -66,11 +67,6 @@ class Eagle3Config:
             raise CheckpointError(
                 f"draft_vocab_size {self.draft_vocab_size} is above the target's vocabulary of "
                 f"{self.layers.vocab_size}"
-            )
-        if not self.has_own_head and self.draft_vocab_size != self.layers.vocab_size:
-            raise CheckpointError(
-                f"a reduced draft vocabulary ({self.draft_vocab_size} of "
-                f"{self.layers.vocab_size}) needs an output head of its own (lm_head.weight)"
             )
         is_same_width = self.layers.hidden_size == self.target_hidden_size
         if not is_same_width and not (self.has_own_embedding and self.has_own_head):
@@ -186,10 +182,25 @@ class MedusaConfig:
 HeadConfig: TypeAlias = Eagle3Config | MtpConfig | MedusaConfig
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedEndsConfig(DecoderConfig):
+    """A draft model whose layers stand between the target's own embedding and output head.
+
+    Hidden size, vocabulary and whether the ends are tied are the target's; the layers' sizes are
+    free.
+    """
+
+    @classmethod
+    def of(cls, decoder: DecoderConfig) -> SharedEndsConfig:
+        """The same decoder without ends of its own."""
+        return cls(**{field.name: getattr(decoder, field.name) for field in fields(decoder)})
+
+    def weight_shapes(self) -> Shapes:
+        """Every weight that must be present, with its shape: all but the ends'."""
+        return _without_ends(self)
+
+
 def _without_ends(layers: DecoderConfig) -> Shapes:
     """The layers' and the final norm's weights, without embedding and output head."""
-    return {
-        name: shape
-        for name, shape in replace(layers, tied_embeddings=True).weight_shapes().items()
-        if name != "embed.weight"
-    }
+    shapes = DecoderConfig.weight_shapes(layers)  # not a subclass's, which asks here
+    return {n: shape for n, shape in shapes.items() if n not in ("embed.weight", "lm_head.weight")}

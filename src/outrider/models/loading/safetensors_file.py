@@ -1,13 +1,15 @@
 """Safetensors files: which tensors they hold, in what shape and type, and each one when it is read.
 
-Owns the format and its damage; what a tensor is for, its reader knows
+Owns the format, reading and writing, and its damage; what a tensor is for, its reader knows
 (:mod:`~outrider.models.loading.huggingface` for models, :mod:`~outrider.models.loading.heads` for
-draft heads).
+draft heads, :mod:`outrider.training.store` for checkpoints and features).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import re
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.errors import CheckpointError, UnsupportedModelError
@@ -60,6 +63,17 @@ class StoredTensor:
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise _damaged(self.path, error) from None
 
+    def read_rows(self, start: int, stop: int, columns: slice = slice(None)) -> Tensor:
+        """Rows ``start .. stop`` of a matrix, all columns or a range; nothing else is read.
+
+        Raises:
+            CheckpointError: the file is damaged or was closed.
+        """
+        try:
+            return self.file.get_slice(self.name)[start:stop, columns]
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+            raise _damaged(self.path, error) from None
+
 
 def open_tensors(files: Iterable[Path], opened: ExitStack) -> dict[str, StoredTensor]:
     """Open the files and list their tensors by name; reads headers only.
@@ -84,6 +98,28 @@ def open_tensors(files: Iterable[Path], opened: ExitStack) -> dict[str, StoredTe
         except (SafetensorError, OSError, ValueError) as error:
             raise _damaged(path, error) from None
     return tensors
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors of any device and layout to one new file.
+
+    Raises:
+        OSError: the system's own reason, such as ``ENOSPC``.
+    """
+    taken: set[int] = set()
+    ready: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        storage = plain.untyped_storage().data_ptr()
+        # The format refuses tensors that share memory, as rows of one table or tied weights do.
+        ready[name] = plain.clone() if storage in taken else plain
+        taken.add(storage)
+    try:
+        save_file(ready, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        code = int(found.group(1)) if found else 0
+        raise OSError(code, os.strerror(code) if code else str(error), str(path)) from None
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:

@@ -65,8 +65,8 @@ class Tokenizer:
             CheckpointError: the chat template does not compile.
         """
         self._backend = backend
+        self._parts = parts
         self._lock = threading.Lock()  # encode_special_tokens is a switch on the shared backend
-        self._num_rows = parts.num_rows
         self.eos_ids = parts.eos_ids
         self.bos_id = parts.bos_id
         self._added = backend.get_added_tokens_decoder()
@@ -91,6 +91,18 @@ class Tokenizer:
         vocab = sorted((i, token) for token, i in self._backend.get_vocab().items())
         merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", ())]
         return hashlib.sha256(json.dumps([vocab, merges]).encode()).hexdigest()
+
+    def files(self) -> dict[str, bytes]:
+        """The same tokeniser as files of a Hugging Face folder, by name."""
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self._parts.variables}
+        if self._parts.template is not None:
+            settings["chat_template"] = self._parts.template
+        stops = {"bos_token_id": self.bos_id, "eos_token_id": sorted(self.eos_ids)}
+        return {
+            "tokenizer.json": self._backend.to_str().encode(),
+            "tokenizer_config.json": json.dumps(settings, indent=2).encode(),
+            "generation_config.json": json.dumps(stops).encode(),
+        }
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, allow_special: bool = True
@@ -179,11 +191,11 @@ class Tokenizer:
         return self._checked_ids(ids)
 
     def _checked_ids(self, ids: list[int]) -> list[int]:
-        beyond = next((i for i in ids if i >= self._num_rows), None)
+        beyond = next((i for i in ids if i >= self._parts.num_rows), None)
         if beyond is not None:
             raise PromptError(
                 f"token {self._backend.id_to_token(beyond)!r} has id {beyond}, but the model has "
-                f"{self._num_rows} rows; remove it from the prompt"
+                f"{self._parts.num_rows} rows; remove it from the prompt"
             )
         return ids
 

@@ -4,6 +4,9 @@ The trap is an off-by-one. We name a captured state by the layer it *enters* (Hu
 ``hidden_states[i]``). Top-level ``eagle_aux_hidden_state_layer_ids`` (speculators, vLLM) do the
 same; the ids inside ``eagle_config`` (SpecForge, and SGLang, which adds the 1) name the layer a
 state *leaves*. Heads we wrote say it a second time, in our own object, and both are compared.
+
+That object may also say ``"lm_head": "target"``: the head of a reduced vocabulary has no output
+rows of its own, but the target's. Without these words they count as missing.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from outrider.models.loading.hf_config import parse_config
 from outrider.models.loading.safetensors_file import StoredTensor
 
 OURS = "outrider"
+TARGETS = "target"  # in place of a weight that is the target's own
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -252,11 +256,32 @@ def _has_own_head(reader: _Reader) -> bool:
         raise UnsupportedModelError(
             "tie_word_embeddings: an output head tied to the head's own embedding is not supported"
         )
-    # A reduced vocabulary has rows of its own: without them they are missing, not the target's.
+    # A reduced vocabulary mostly has rows of its own: without a word they are missing.
     is_reduced = (
         reader.fields.whole("draft_vocab_size", 1, MAX_VOCAB, reader.target.vocab_size)
         != reader.target.vocab_size
     )
+    if says_target(reader.fields.sub(OURS), "lm_head"):
+        if has_own:
+            raise reader.fields.error(
+                f"{OURS}.lm_head",
+                f"is {TARGETS!r}, but the weights hold lm_head; take one of them away",
+            )
+        rows = "rows of the draft vocabulary are" if is_reduced else "output head is"
+        reader.notes.append(f"{OURS}.lm_head: the target's {rows} used")
+        return False
     if not has_own and not is_reduced:
         reader.notes.append("no lm_head: the target's output head is used")
     return has_own or is_reduced
+
+
+def says_target(ours: Fields, name: str) -> bool:
+    """Whether our object in config.json declares the weight ``name`` the target's own.
+
+    Raises:
+        CheckpointError: it says anything else.
+    """
+    said = ours.text(name, None)
+    if said not in (None, TARGETS):
+        raise ours.error(f"{OURS}.{name}", f"is {said!r}; allowed: {TARGETS!r}")
+    return said is not None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from outrider.errors import CheckpointError, UnsupportedModelError
 from outrider.models.architecture import DecoderConfig
+from outrider.models.loading.heads.draft_model import shares_ends
 from outrider.models.loading.heads.eagle3 import is_eagle3, load_eagle3, plain
 from outrider.models.loading.heads.loaded import LoadedHead
 from outrider.models.loading.heads.medusa import is_medusa, load_medusa
@@ -69,8 +70,8 @@ def load_head(
         raise
 
 
-def is_whole_model(path: Path, target: DecoderConfig) -> bool:
-    """Whether ``path`` is a model of its own, rather than a head or something broken.
+def is_draft_model(path: Path, target: DecoderConfig) -> bool:
+    """Whether ``path`` is a model, whole or without ends, rather than a head or something broken.
 
     A model that brings a multi-token-prediction module as wide as the target counts as a head.
     Reads headers only.
@@ -81,6 +82,8 @@ def is_whole_model(path: Path, target: DecoderConfig) -> bool:
     if path.suffix.lower() == ".gguf" or (
         path.is_dir() and any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))
     ):
+        return True
+    if shares_ends(path):
         return True
     source = HeadSource.open(path)
     with source.opened:
@@ -114,6 +117,8 @@ def _refuse_others(source: HeadSource) -> None:
 
 
 def _unknown(source: HeadSource) -> CheckpointError:
+    if shares_ends(source.path):
+        return CheckpointError(f"{source.path}: a draft model, not a head; use method draft")
     names = {plain(name): tensor for name, tensor in source.tensors.items()}
     fc = names.get("fc.weight")
     if fc is not None and len(fc.shape) == 2 and fc.shape[1] == 2 * fc.shape[0]:

@@ -1,4 +1,6 @@
-"""Multi-token-prediction modules inside a target's checkpoint: DeepSeek and GLM, Qwen, MiMo.
+"""Multi-token-prediction modules: DeepSeek's and GLM's, Qwen's, MiMo's.
+
+They come inside a target's checkpoint, or alone in a folder under the same names.
 
 ==================  =====================  =======================  ==========================
 here                DeepSeek, GLM          Qwen                     MiMo
@@ -37,6 +39,7 @@ from outrider.models.heads.config import MtpConfig
 from outrider.models.loading.cache import cache_root
 from outrider.models.loading.fields import MAX_LAYERS
 from outrider.models.loading.hashing import joint_sha256
+from outrider.models.loading.heads.eagle3_config import OURS
 from outrider.models.loading.heads.loaded import LoadedHead
 from outrider.models.loading.heads.source import HeadSource
 from outrider.models.loading.hub import display_name
@@ -45,22 +48,33 @@ from outrider.models.loading.safetensors_file import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
-class _Family:
-    """How one family spells a module; ``where`` matches what all its tensors begin with."""
+class Family:
+    """How one family spells a module.
+
+    ``where`` matches what all its tensors begin with, ``place`` is that of the first module of a
+    target with ``num_layers``.
+    """
 
     name: str
     where: re.Pattern[str]
+    place: str
     names: Mapping[str, str]
     layer: str = ""
     is_hidden_first: bool = False
     reads_raw_state: bool = False
 
+    def parts(self) -> dict[str, str]:
+        """Our names by the family's, both without ``.weight`` and below the module's place."""
+        layer = {self.layer + part: f"layers.0.{ours}" for part, ours in LAYER_PARTS.items()}
+        return {**self.names, **_SHARED, **layer}
+
 
 _SHARED = {"embed_tokens": "embed", "shared_head.head": "lm_head", "lm_head": "lm_head"}
-_FAMILIES = (
-    _Family(
+FAMILIES = (
+    Family(
         "DeepSeek",
         re.compile(r"model\.layers\.(\d{1,6})\."),
+        "model.layers.{num_layers}.",
         {
             "enorm": "embed_norm",
             "hnorm": "hidden_norm",
@@ -68,9 +82,10 @@ _FAMILIES = (
             "shared_head.norm": "norm",
         },
     ),
-    _Family(
+    Family(
         "Qwen",
         re.compile(r"mtp\.()"),
+        "mtp.",
         {
             "pre_fc_norm_embedding": "embed_norm",
             "pre_fc_norm_hidden": "hidden_norm",
@@ -79,9 +94,10 @@ _FAMILIES = (
         },
         layer="layers.0.",
     ),
-    _Family(
+    Family(
         "MiMo",
         re.compile(r"model\.mtp_layers\.(\d{1,6})\."),
+        "model.mtp_layers.0.",
         {
             "token_layernorm": "embed_norm",
             "hidden_layernorm": "hidden_norm",
@@ -156,14 +172,7 @@ def load_mtp_source(source: HeadSource, target: DecoderConfig) -> LoadedHead:
     _refuse_gate(source.path, found, target)
     adds_one = source.fields.text("model_type", "") in _ADDS_ONE
     config = MtpConfig(
-        layers=replace(
-            target,
-            num_layers=1,
-            tied_embeddings=False,
-            no_rope_layers=(),
-            sliding_window=None,
-            sliding_layers=(),
-        ),
+        layers=module_layers(target),
         order="hidden_first" if family.is_hidden_first else "embedding_first",
         reads_raw_state=family.reads_raw_state,
         has_own_embedding="embed.weight" in found,
@@ -187,23 +196,36 @@ def load_mtp_source(source: HeadSource, target: DecoderConfig) -> LoadedHead:
             source_bytes=sum(tensor.num_bytes for tensor in found.values()),
             layout=f"MTP ({family.name})",
             conventions=_conventions(source, config, num_modules, adds_one),
+            recorded_acceptance=source.fields.sub(OURS).positive("recorded_acceptance", None),
         )
     except BaseException:
         weights.close()
         raise
 
 
-def _modules(source: HeadSource, num_layers: int) -> tuple[_Family, list[dict[str, StoredTensor]]]:
+def module_layers(target: DecoderConfig) -> DecoderConfig:
+    """The decoder layer of a module beside this target: the target's sizes, full attention."""
+    return replace(
+        target,
+        num_layers=1,
+        tied_embeddings=False,
+        no_rope_layers=(),
+        sliding_window=None,
+        sliding_layers=(),
+    )
+
+
+def _modules(source: HeadSource, num_layers: int) -> tuple[Family, list[dict[str, StoredTensor]]]:
     """The family, and each module's tensors by their names below the module's place."""
     places = mtp_prefixes(source.tensors, num_layers)
-    for family in _FAMILIES:
+    for family in FAMILIES:
         modules: dict[int, dict[str, StoredTensor]] = {}
         for name, tensor in source.tensors.items():
             if name.startswith(places) and (match := family.where.match(name)):
                 modules.setdefault(int(match[1] or 0), {})[name[match.end() :]] = tensor
         if modules:
             return family, [modules[index] for index in sorted(modules)]
-    return _FAMILIES[0], []
+    return FAMILIES[0], []
 
 
 def _later(name: str) -> str | None:
@@ -213,14 +235,10 @@ def _later(name: str) -> str | None:
 
 
 def _sort(
-    family: _Family, module: Mapping[str, StoredTensor]
+    family: Family, module: Mapping[str, StoredTensor]
 ) -> tuple[dict[str, StoredTensor], list[str]]:
     """The tensors under our names, and the file's names of those that have none."""
-    names = {
-        **family.names,
-        **_SHARED,
-        **{family.layer + part: f"layers.0.{ours}" for part, ours in LAYER_PARTS.items()},
-    }
+    names = family.parts()
     found: dict[str, StoredTensor] = {}
     unexpected = []
     for name, tensor in module.items():

@@ -3,30 +3,32 @@
 Owns the translation back: names, config.json, the captured layers in the layout's convention. What
 a layout has no words for is refused, not dropped. Beside the layout's own fields, config.json holds
 an object ``outrider``: the captured layers in our convention and the measured acceptance length,
-which other readers ignore. The folder appears whole or not at all.
+which other readers ignore. There it is also said that a reduced vocabulary's output rows are the
+target's; for other engines :func:`~outrider.models.loading.heads.complete.completed` puts them in.
 """
 
 from __future__ import annotations
 
-import json
-import secrets
-import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider.errors import CheckpointError, ParameterError
-from outrider.models.architecture import DecoderConfig, RopeConfig
+from outrider.errors import ParameterError
+from outrider.models.architecture import DecoderConfig
 from outrider.models.heads.config import Eagle3Config
 from outrider.models.loading.heads.eagle3 import NAMES, PARTS
-from outrider.models.loading.heads.eagle3_config import LAYER_IDS, OURS, default_capture_layers
+from outrider.models.loading.heads.eagle3_config import (
+    LAYER_IDS,
+    OURS,
+    TARGETS,
+    default_capture_layers,
+)
+from outrider.models.loading.heads.folder import HeadFiles, check_fit, check_new, write_folder
+from outrider.models.loading.heads.hf_fields import layer_fields
 from outrider.models.loading.heads.vocabulary_map import kept_tokens
-from outrider.models.loading.weights import check_weights
 from outrider.vocabulary import DraftVocabulary
 
 Layout: TypeAlias = Literal["safeailab", "speculators"]
@@ -62,31 +64,64 @@ def write_eagle3(
         ParameterError: no such layout, the folder is in use, or the layout cannot express the head.
         CheckpointError: weights that do not fit ``head``, or a folder that cannot be written.
     """
-    if layout not in LAYOUTS:
-        raise ParameterError(f"layout: {layout!r} is not one of {', '.join(LAYOUTS)}")
-    _refuse_inexpressible(head, layout)
-    _check(head, weights, folder)
+    folder = Path(folder)
+    check_layout(head, layout)
+    check_new(folder)
+    check_fit(head.weight_shapes(), weights, folder)
+    files = eagle3_files(
+        head,
+        weights,
+        layout=layout,
+        target_name=target_name,
+        target=target,
+        recorded_acceptance=recorded_acceptance,
+    )
+    write_folder(folder, files)
+
+
+def eagle3_files(
+    head: Eagle3Config,
+    weights: Mapping[str, Tensor],
+    *,
+    layout: str,
+    target_name: str,
+    target: DecoderConfig,
+    recorded_acceptance: float | None = None,
+) -> HeadFiles:
+    """What :func:`write_eagle3` writes; ``weights`` fit ``head``.
+
+    Raises:
+        ParameterError: no such layout, or one that cannot express the head.
+        CheckpointError: ``d2t`` is no choice of the target's tokens.
+    """
+    check_layout(head, layout)
     config = _safeailab(head, target) if layout == "safeailab" else _speculators(head)
     if layout == "speculators":
         config["speculators_config"] = _verifier(target_name, target)
     dtype = str(weights["fc.weight"].dtype).removeprefix("torch.")
-    config |= {
-        "torch_dtype": dtype,
-        OURS: {
-            "capture_layers": list(head.capture_layers),
-            "recorded_acceptance": recorded_acceptance,
-        },
+    ours: dict[str, Any] = {
+        "capture_layers": list(head.capture_layers),
+        "recorded_acceptance": recorded_acceptance,
     }
+    if not head.has_own_head:
+        ours["lm_head"] = TARGETS
+    config |= {"torch_dtype": dtype, OURS: ours}
     tensors = {_their_name(name, layout): weights[name] for name in head.weight_shapes()}
     if head.is_reduced:
         tensors["d2t"] = weights["d2t"].to(torch.int64)
-        ids_W = torch.arange(head.draft_vocab_size) + tensors["d2t"]
-        tensors["t2d"] = kept_tokens(ids_W, head.layers.vocab_size)
-    _write(config, tensors, Path(folder))
+        chosen = DraftVocabulary.from_offsets(tensors["d2t"].numpy(), head.layers.vocab_size)
+        tensors["t2d"] = kept_tokens(torch.tensor(chosen.ids_W), head.layers.vocab_size)
+    return HeadFiles(config=config, tensors=tensors)
 
 
-def _refuse_inexpressible(head: Eagle3Config, layout: str) -> None:
-    """What the layout's readers would not see, and would therefore compute differently."""
+def check_layout(head: Eagle3Config, layout: str) -> None:
+    """Refuse what the layout's readers would not see, and would therefore compute differently.
+
+    Raises:
+        ParameterError: no such layout, or one that cannot express the head.
+    """
+    if layout not in LAYOUTS:
+        raise ParameterError(f"layout: {layout!r} is not one of {', '.join(LAYOUTS)}")
     layers = head.layers
     problems = {
         "sliding attention": bool(layers.sliding_layers),
@@ -116,20 +151,6 @@ def _refuse_inexpressible(head: Eagle3Config, layout: str) -> None:
         raise ParameterError(f"layout {layout} cannot express {', '.join(found)}{other}")
 
 
-def _check(head: Eagle3Config, weights: Mapping[str, Tensor], folder: Path) -> None:
-    folder = Path(folder)
-    try:
-        is_in_use = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    except OSError as error:
-        raise _not_written(folder, error) from None
-    if is_in_use:
-        raise ParameterError(f"{folder}: exists and is not an empty folder; name a new one")
-    shapes = {name: tuple(weights[name].shape) for name in weights}
-    check_weights(head.weight_shapes(), shapes, folder, source="head's config")
-    if head.is_reduced:
-        DraftVocabulary.from_offsets(weights["d2t"].numpy(), head.layers.vocab_size)
-
-
 def _their_name(name: str, layout: str) -> str:
     if name in _THEIR_NAMES:
         return _THEIR_NAMES[name]
@@ -143,7 +164,7 @@ def _their_name(name: str, layout: str) -> str:
 def _safeailab(head: Eagle3Config, target: DecoderConfig) -> dict[str, Any]:
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
-        **_layer_config(head.layers, "llama"),
+        **layer_fields(head.layers, "llama"),
         "draft_vocab_size": head.draft_vocab_size,
     }
     if head.layers.hidden_size != head.target_hidden_size:
@@ -160,7 +181,7 @@ def _speculators(head: Eagle3Config) -> dict[str, Any]:
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
-        "transformer_layer_config": _layer_config(
+        "transformer_layer_config": layer_fields(
             head.layers, "qwen3" if head.layers.qk_norm else "llama"
         ),
         "draft_vocab_size": head.draft_vocab_size,
@@ -181,64 +202,3 @@ def _verifier(target_name: str, target: DecoderConfig) -> dict[str, Any]:
         "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _DRAFT_LEN}],
         "verifier": {"name_or_path": target_name, "architectures": [target.architecture]},
     }
-
-
-def _layer_config(layers: DecoderConfig, model_type: str) -> dict[str, Any]:
-    """Hugging Face's fields of the head's own layers."""
-    return {
-        "model_type": model_type,
-        "vocab_size": layers.vocab_size,
-        "hidden_size": layers.hidden_size,
-        "intermediate_size": layers.mlp_size,
-        "num_hidden_layers": layers.num_layers,
-        "num_attention_heads": layers.num_heads,
-        "num_key_value_heads": layers.num_kv_heads,
-        "head_dim": layers.head_dim,
-        "hidden_act": layers.hidden_act,
-        "rms_norm_eps": layers.norm_eps,
-        "max_position_embeddings": layers.max_position,
-        "rope_theta": layers.rope.theta,
-        "rope_scaling": _rope_scaling(layers.rope),
-        "attention_bias": layers.attention_bias,
-        "mlp_bias": layers.mlp_bias,
-        "tie_word_embeddings": False,
-    }
-
-
-def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
-    """Hugging Face's ``rope_scaling`` of a rope that is not plain."""
-    if rope.kind == "default":
-        return None
-    fields = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
-    yarn = ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
-    settings = asdict(rope)
-    scaling: dict[str, Any] = {"rope_type": rope.kind}
-    for name in fields.get(rope.kind, (*yarn, "truncate")):
-        if settings[name] is not None:
-            scaling[name] = settings[name]
-    if rope.kind != "linear":
-        scaling["original_max_position_embeddings"] = rope.original_max_position
-    return scaling
-
-
-def _write(config: dict[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write beside ``folder``, then move into its place."""
-    partial = folder.parent / f".{folder.name}.{secrets.token_hex(4)}.partial"
-    # A copy each: weights read from one mapped file share memory, which the format refuses.
-    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    try:
-        partial.mkdir(parents=True)
-        save_file(copies, partial / "model.safetensors", metadata={"format": "pt"})
-        text = json.dumps(config, indent=2) + "\n"
-        (partial / "config.json").write_text(text, encoding="utf-8")
-        if folder.is_dir():
-            folder.rmdir()
-        partial.rename(folder)
-    except OSError as error:
-        raise _not_written(folder, error) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _not_written(folder: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{folder}: cannot be written: {error.strerror or error}")

@@ -1,0 +1,1 @@
+"""Training of heads for a target: prompts, answers, features, recipes, loop, export."""

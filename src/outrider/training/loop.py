@@ -1,0 +1,433 @@
+"""The training loop: batches in, a trained recipe out, whatever interrupts it.
+
+Owns the optimiser, the schedule, validation and checkpoints. It knows no method: what a batch's
+loss is, the recipe says (:mod:`outrider.training.recipes`). :mod:`outrider.training.run` calls it
+between the features and the export.
+
+A run is a pure function of data, settings and seed: the order of batches comes from (seed, epoch),
+the learning rate from the step, and a checkpoint holds all else. So a run that is killed at any
+moment and started again ends with the same weights and the same log, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.errors import CheckpointError, ParameterError, TrainingError
+from outrider.training.features import FeatureSource
+from outrider.training.log import LOG, TIMES, JsonLines
+from outrider.training.packing import Batch, pack, plan_batches
+from outrider.training.recipes import Recipe, StepResults, predicted_acceptance
+from outrider.training.store import (
+    SkipCallback,
+    latest_valid,
+    load_state,
+    prune,
+    random_state,
+    restore_random_state,
+    save_state,
+)
+from outrider.types import ProgressCallback
+
+CHECKPOINTS = "checkpoints"
+_PATTERN = "step-*"
+_REPORT_EVERY_S = 0.5
+_SMOOTHING = 0.95  # of the figures that are shown, not of those that are logged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSettings:
+    """How the loop runs.
+
+    Attributes:
+        epochs: passes over the data.
+        tokens_per_batch: most tokens of one optimiser step.
+        learning_rate: at its peak; AdamW's, warmed up linearly, then a half cosine.
+        warmup_steps: of the linear part, at most a tenth of all steps.
+        final_rate: fraction of the peak at the last step.
+        weight_decay: on matrices; norms and biases have none.
+        betas: AdamW's.
+        clip_norm: largest norm of the whole gradient.
+        autocast: products in bfloat16, weights and sums in float32.
+        seed: of the order of the data.
+        log_every: steps averaged into one line of the log.
+        validate_every: steps between two looks at the held-out sequences.
+        checkpoint_every: steps between two checkpoints; the last step always is one.
+        keep: checkpoints that stay.
+
+    Raises:
+        ParameterError: a value is out of range.
+    """
+
+    epochs: int = 3
+    tokens_per_batch: int = 4096
+    learning_rate: float = 1e-3
+    warmup_steps: int = 100
+    final_rate: float = 0.02
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip_norm: float = 0.5
+    autocast: bool = True
+    seed: int = 0
+    log_every: int = 10
+    validate_every: int = 200
+    checkpoint_every: int = 100
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        counts = ("epochs", "tokens_per_batch", "log_every", "validate_every", "checkpoint_every")
+        for name in (*counts, "keep"):
+            if getattr(self, name) < 1:
+                raise ParameterError(f"{name}: {getattr(self, name)} is below 1")
+        for name in ("learning_rate", "clip_norm"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ParameterError(f"{name}: {value} is not a number above 0")
+        if not 0 <= self.final_rate <= 1:
+            raise ParameterError(f"final_rate: {self.final_rate} is outside [0, 1]")
+        if self.warmup_steps < 0 or self.weight_decay < 0:
+            raise ParameterError("warmup_steps and weight_decay cannot be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """How a run ended.
+
+    ``acceptance`` is predicted on the held-out sequences (teacher-forced greedy chain, bonus
+    included); ``seconds`` are of training alone, over all interruptions.
+    """
+
+    steps: int
+    tokens: int
+    seconds: float
+    acceptance: float
+    accuracy: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Sums of ``StepResults`` over batches."""
+
+    loss: list[float]
+    rows: list[int]
+    hits: list[int]
+    tested: list[int]
+    joint: list[int]
+
+    @classmethod
+    def none(cls) -> _Counts:
+        return cls([], [], [], [], [])
+
+    def add(self, results: StepResults) -> None:
+        for name in ("loss", "rows", "hits", "tested", "joint"):
+            sums, new = getattr(self, name), getattr(results, f"{name}_S").tolist()
+            sums += [0] * (len(new) - len(sums))
+            setattr(self, name, [a + b for a, b in zip(sums, new, strict=True)])
+
+    @property
+    def accuracy(self) -> list[float]:
+        return [hits / max(1, rows) for hits, rows in zip(self.hits, self.rows, strict=True)]
+
+    @property
+    def acceptance(self) -> float:
+        return predicted_acceptance(self.tested, self.joint)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "losses": [x / max(1, n) for x, n in zip(self.loss, self.rows, strict=True)],
+            "accuracy": self.accuracy,
+            "acceptance": self.acceptance,
+        }
+
+
+class TrainingLoop:
+    """Trains one recipe in one run folder.
+
+    Args:
+        recipe: on the device it trains on.
+        features: the sequences to learn from.
+        held_out: sequences to look at now and then, never learnt from.
+        folder: of the run; checkpoints and logs go there.
+        settings: how.
+        about: what else decides the result (options, data, target): a checkpoint of other settings
+            is refused rather than continued.
+        on_progress: told loss, accuracy, predicted acceptance, rate and time left.
+        on_skip: told of damaged checkpoints that are passed over.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        features: FeatureSource,
+        held_out: FeatureSource,
+        folder: Path,
+        settings: LoopSettings,
+        *,
+        about: dict[str, Any],
+        on_progress: ProgressCallback | None = None,
+        on_skip: SkipCallback | None = None,
+    ) -> None:
+        self._recipe = recipe
+        self._features = features
+        self._held_out = held_out
+        self._folder = folder
+        self._settings = settings
+        self._about = {**about, "loop": _about(settings)}
+        self._report = _Report(on_progress)
+        self._on_skip = on_skip
+        self._device = next(recipe.parameters()).device
+        self._optimizer = _optimizer(recipe, settings)
+        self._validation = plan_batches(
+            held_out.lengths, tokens_per_batch=settings.tokens_per_batch, seed=0, epoch=0
+        )
+        self._plans = [
+            plan_batches(
+                features.lengths,
+                tokens_per_batch=settings.tokens_per_batch,
+                seed=settings.seed,
+                epoch=epoch,
+            )
+            for epoch in range(settings.epochs)
+        ]
+        self._order = [batch for plan in self._plans for batch in plan]
+        self._step = 0
+        self._tokens = 0
+        self._seconds = 0.0
+        self._running = _Counts.none()
+
+    @property
+    def num_steps(self) -> int:
+        """Optimiser steps of the whole run."""
+        return len(self._order)
+
+    def run(self) -> TrainingResult:
+        """Train to the end, from the newest sound checkpoint if there is one.
+
+        Raises:
+            TrainingError: the loss is no longer finite; the last checkpoint stays.
+            CheckpointError: the checkpoints are of a run with other settings or data.
+            CapacityError: the disk is full; the checkpoints before stay.
+        """
+        self._resume()
+        self._log = JsonLines(self._folder / LOG, last_step=self._step)
+        self._times = JsonLines(self._folder / TIMES, last_step=self._step)
+        try:
+            started = time.perf_counter() - self._seconds
+            self._report.begin(self._tokens, self._seconds)
+            while self._step < self.num_steps:
+                self._train(self._batch(self._features, self._order[self._step]))
+                self._seconds = time.perf_counter() - started
+                self._after_step()
+            final = self._validate()
+        finally:
+            self._log.close()
+            self._times.close()
+        return TrainingResult(
+            steps=self._step,
+            tokens=self._tokens,
+            seconds=self._seconds,
+            acceptance=final.acceptance,
+            accuracy=tuple(final.accuracy),
+        )
+
+    def _train(self, batch: Batch) -> None:
+        """One optimiser step."""
+        settings = self._settings
+        rate = learning_rate(self._step, self.num_steps, settings)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._recipe.train()
+        with self._autocast():
+            results = self._recipe.losses(batch)
+        loss = results.total / results.rows_S[0].clamp(min=1)
+        if not bool(torch.isfinite(loss)):
+            raise TrainingError(
+                f"the loss is {float(loss)} at step {self._step + 1}; the checkpoints before it "
+                f"are kept in {self._folder / CHECKPOINTS}: lower the learning rate "
+                f"({settings.learning_rate:g}) and start a new run"
+            )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(
+            self._recipe.parameters(), settings.clip_norm, error_if_nonfinite=False
+        )
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._step += 1
+        self._tokens += len(batch.token_P)
+        self._running.add(results)
+        self._report.step(self._step, self.num_steps, self._tokens, results)
+
+    def _after_step(self) -> None:
+        """Log, validate and save where they are due."""
+        settings, step = self._settings, self._step
+        is_last = step == self.num_steps
+        if step % settings.log_every == 0 or is_last:
+            self._log.append(step, {"tokens": self._tokens, **self._running.to_json()})
+            self._times.append(step, {"seconds": self._seconds, "tokens": self._tokens})
+            self._running = _Counts.none()
+        if step % settings.validate_every == 0 or is_last:
+            self._log.append(step, {"validation": self._validate().to_json()})
+        if step % settings.checkpoint_every == 0 or is_last:
+            self._save()
+
+    @torch.no_grad()
+    def _validate(self) -> _Counts:
+        """Look at all held-out sequences."""
+        self._recipe.eval()
+        counts = _Counts.none()
+        for indices in self._validation:
+            with self._autocast():
+                counts.add(self._recipe.losses(self._batch(self._held_out, indices)))
+        self._report.validated(counts)
+        return counts
+
+    def _batch(self, source: FeatureSource, indices: Sequence[int]) -> Batch:
+        return pack([source.sequence(index) for index in indices]).to(self._device)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._settings.autocast)
+
+    def _save(self) -> None:
+        self._log.sync()
+        self._times.sync()
+        parent = self._folder / CHECKPOINTS
+        folder = parent / f"step-{self._step:07d}"
+        state = {
+            "step": self._step,
+            "tokens": self._tokens,
+            "seconds": self._seconds,
+            "running": asdict(self._running),
+            "optimizer": self._optimizer.state_dict(),
+            "random": random_state(),
+        }
+        save_state(folder, self._recipe.state_dict(), state, {"about": self._about})
+        prune(parent, _PATTERN, keep=self._settings.keep, current=folder)
+
+    def _resume(self) -> None:
+        found = latest_valid(self._folder / CHECKPOINTS, _PATTERN, self._on_skip)
+        if found is None:
+            return
+        folder, manifest = found
+        require_same_run(manifest.meta.get("about", {}), self._about, folder)
+        saved = load_state(folder)
+        self._recipe.load_state_dict(saved.tensors)
+        self._optimizer.load_state_dict(saved.state["optimizer"])
+        restore_random_state(saved.state["random"])
+        self._step, self._tokens = saved.state["step"], saved.state["tokens"]
+        self._seconds = saved.state["seconds"]
+        self._running = _Counts(**saved.state["running"])
+
+
+class _Report:
+    """What a person sees while it runs."""
+
+    def __init__(self, on_progress: ProgressCallback | None) -> None:
+        self._on_progress = on_progress
+        self._accuracy: list[float] = []
+        self._loss = math.nan
+        self._acceptance = math.nan
+        self._due_s = 0.0
+
+    def begin(self, tokens: int, seconds: float) -> None:
+        self._tokens_before, self._began_s = tokens, time.perf_counter()
+        self._seconds_before = seconds
+
+    def step(self, step: int, num_steps: int, tokens: int, results: StepResults) -> None:
+        if self._on_progress is None:
+            return
+        rows, hits = results.rows_S.tolist(), results.hits_S.tolist()
+        accuracy = [h / max(1, n) for h, n in zip(hits, rows, strict=True)]
+        loss = float(results.loss_S[0]) / max(1, rows[0])
+        if self._accuracy:
+            old = zip(self._accuracy, accuracy, strict=True)
+            accuracy = [_SMOOTHING * a + (1 - _SMOOTHING) * b for a, b in old]
+            loss = _SMOOTHING * self._loss + (1 - _SMOOTHING) * loss
+        self._accuracy, self._loss = accuracy, loss
+        now = time.perf_counter()
+        if now < self._due_s and step < num_steps:
+            return
+        self._due_s = now + _REPORT_EVERY_S
+        rate = (tokens - self._tokens_before) / max(1e-9, now - self._began_s)
+        left = (num_steps - step) * (now - self._began_s) * tokens / max(1, step)
+        left /= max(1, tokens - self._tokens_before)
+        shown = " ".join(f"{value:.2f}" for value in accuracy)
+        parts = [f"step {step:,}/{num_steps:,}", f"loss {loss:.3f}", f"right {shown}"]
+        if not math.isnan(self._acceptance):
+            parts.append(f"acceptance {self._acceptance:.2f}")
+        parts += [f"{rate:,.0f} tokens/s", f"{_duration(left)} left"]
+        self._on_progress("training: " + ", ".join(parts), step / num_steps)
+
+    def validated(self, counts: _Counts) -> None:
+        self._acceptance = counts.acceptance
+
+
+def learning_rate(step: int, num_steps: int, settings: LoopSettings) -> float:
+    """Linear warm-up, then half a cosine down to ``final_rate`` of the peak at the last step."""
+    warmup = min(settings.warmup_steps, num_steps // 10)
+    if step < warmup:
+        return settings.learning_rate * (step + 1) / (warmup + 1)
+    done = (step - warmup) / max(1, num_steps - 1 - warmup)
+    low = settings.final_rate
+    return settings.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def require_same_run(recorded: dict[str, Any], current: dict[str, Any], folder: Path) -> None:
+    """Refuse to continue what was begun with other settings or data.
+
+    Raises:
+        CheckpointError: names what differs.
+    """
+    names = sorted(recorded.keys() | current.keys())
+    changed = []
+    for name in names:
+        old, new = recorded.get(name), current.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            keys = sorted(old.keys() | new.keys())
+            pairs = [(f"{name}.{key}", old.get(key), new.get(key)) for key in keys]
+        else:
+            pairs = [(name, old, new)]
+        changed += [f"{key} was {a}, is {b}" for key, a, b in pairs if a != b]
+    if changed:
+        raise CheckpointError(
+            f"{folder}: of a run with other settings: {'; '.join(changed)}; use them again, or "
+            "another run folder"
+        )
+
+
+def _optimizer(recipe: Recipe, settings: LoopSettings) -> torch.optim.AdamW:
+    """AdamW over everything trained, with weight decay on matrices only."""
+    parameters = [p for p in recipe.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        fused=True,
+    )
+
+
+def _about(settings: LoopSettings) -> dict[str, Any]:
+    """What of the settings decides the result, as it comes back from JSON."""
+    fields = asdict(settings)
+    fields["betas"] = list(fields["betas"])
+    for name in ("checkpoint_every", "keep"):
+        del fields[name]
+    return fields
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
