@@ -6,10 +6,10 @@ READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test test-exact lint format peers clean
+.PHONY: help setup model demo test test-exact lint format peers heads heads-install clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## create .venv with the locked packages
 
@@ -44,5 +44,11 @@ format: $(READY)  ## apply ruff's format and safe fixes
 peers: model  ## our decoding beside transformers' generate
 	@$(BIN)/python benchmarks/peers.py
 
-clean:  ## remove the environment and caches (not the downloaded model)
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build src/*.egg-info
+heads: model  ## train the embedded model's heads from the prompt book (hours)
+	@OUTRIDER=$(BIN)/outrider sh scripts/heads.sh train
+
+heads-install:  ## put trained heads into the package
+	@sh scripts/heads.sh install
+
+clean:  ## remove the environment and caches (not the downloaded model, not trained heads)
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build/lib build/bdist.* src/*.egg-info

@@ -164,7 +164,8 @@ class SpeculationConfig:
     al. 2025), which keeps a little more of it than token by token.
 
     ``head`` names the draft head or, for ``draft``, the draft model: a folder, a file or a name.
-    For ``mtp``, None takes the module inside the target's own checkpoint. ``with_ngram`` lets
+    None takes the head that ships for the target; for ``mtp`` first of all the module inside the
+    target's own checkpoint. Whether there is one is known once the target is. ``with_ngram`` lets
     n-gram add its guesses to the head's, within ``max_total_draft_tokens``.
 
     Raises:
@@ -214,7 +215,7 @@ class SpeculationConfig:
         object.__setattr__(self, "max_total_draft_tokens", total)
 
     def _check_head(self) -> None:
-        """What the method needs beside the target, and what it cannot use."""
+        """What the method cannot use; what it needs, :mod:`outrider.pairing` looks for."""
         readers = ", ".join(METHODS_WITH_HEAD)
         if self.head is not None and (not isinstance(self.head, str) or not self.head):
             raise ParameterError(f"head: {self.head!r} is not a folder, a file or a name")
@@ -222,11 +223,6 @@ class SpeculationConfig:
             raise ParameterError(
                 f"head: {self.head!r} cannot be used by method {self.method}; choose one of "
                 f"{readers}, or leave out the head"
-            )
-        if self.head is None and self.method in METHODS_WITH_HEAD and self.method != Method.MTP:
-            what = "draft model" if self.method is Method.DRAFT else "draft head"
-            raise ParameterError(
-                f"method: {self.method} needs a {what}; give one with head (--head)"
             )
         if self.with_ngram and self.method not in METHODS_WITH_HEAD:
             raise ParameterError(

@@ -111,7 +111,7 @@ class LLM:
             torch.set_num_threads(engine.threads)
         path = resolve(model, pull=True, on_progress=on_progress)
         checkpoint = load(path, on_progress=on_progress)
-        files = TargetFiles(path, checkpoint.config, checkpoint.tokenizer)
+        files = TargetFiles.of(path, checkpoint)
         opened = None
         try:
             opened = open_drafter(speculation, files, on_progress)
@@ -140,6 +140,11 @@ class LLM:
     def files(self) -> TargetFiles:
         """What the target was loaded from."""
         return self._loaded.files
+
+    @property
+    def engine_config(self) -> EngineConfig:
+        """Batch size, precision, threads, as asked for."""
+        return self._loaded.engine
 
     @property
     def config(self) -> DecoderConfig:
@@ -255,7 +260,8 @@ class LLM:
 
         ``jobs`` is read as rows become free, so it may be endless, and may depend on what was
         yielded: it hands out None where nothing is ready before the next completion.
-        ``is_enough`` is asked now and then with a request's output tokens and aborts it when True.
+        ``is_enough`` is asked with the first ``ENOUGH_EVERY`` output tokens of a request, the first
+        twice as many and so on, and aborts it when True; a few more tokens may have come by then.
         Closed or interrupted, all requests are aborted.
 
         Raises:
@@ -264,6 +270,7 @@ class LLM:
         """
         waiting = iter(jobs)
         running: dict[int, Request] = {}
+        asked: dict[int, int] = {}
         num_taken, is_drained = 0, False
         try:
             while running or not is_drained:
@@ -282,24 +289,31 @@ class LLM:
                     running[num_taken] = request
                     num_taken += 1
                 self._engine.step()
-                self._abort_enough(running.values(), is_enough)
+                if is_enough is not None:
+                    self._abort_enough(running, asked, is_enough)
                 ended = [i for i, request in running.items() if request.finish_reason is not None]
                 for index in ended:
+                    asked.pop(index, None)
                     yield index, self._completion(running.pop(index))
         finally:
             for request in running.values():
                 self._engine.abort(request)
 
     def _abort_enough(
-        self, requests: Iterable[Request], is_enough: Callable[[Sequence[int]], bool] | None
+        self,
+        requests: Mapping[int, Request],
+        asked: dict[int, int],
+        is_enough: Callable[[Sequence[int]], bool],
     ) -> None:
-        """Abort the requests that have enough, asking each every few tokens."""
-        if is_enough is None:
-            return
-        for request in requests:
-            is_due = request.num_output % ENOUGH_EVERY == 0 and request.finish_reason is None
-            if is_due and is_enough(request.token_ids[request.prompt_len :]):
-                self._engine.abort(request)
+        """Abort the requests that have enough; ``asked`` is how many tokens were shown of each."""
+        for index, request in requests.items():
+            first = asked.get(index, 0) + ENOUGH_EVERY
+            for end in range(first, request.num_output + 1, ENOUGH_EVERY):
+                asked[index] = end
+                start = request.prompt_len
+                if is_enough(request.token_ids[start : start + end]):
+                    self._engine.abort(request)
+                    break
 
     def stream(
         self, prompt: Prompt, params: SamplingParams = GREEDY

@@ -1,8 +1,9 @@
 """A target and what drafts for it: opened together, checked for their fit, built.
 
-Owns the way from ``SpeculationConfig.head`` to a drafter: which files it means, whether the two
-belong together, what the drafter will take in memory. Used by :mod:`outrider.llm` and by
-``inspect``; stands above :mod:`outrider.drafters` and :mod:`outrider.models.loading`.
+Owns the way from ``SpeculationConfig.head`` to a drafter: which files it means (without one, those
+that ship for the target), whether the two belong together, what the drafter will take in memory.
+Used by :mod:`outrider.llm` and by ``inspect``; stands above :mod:`outrider.drafters` and
+:mod:`outrider.models.loading`.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from pathlib import Path
 
 import torch
 
-from outrider.config import Method, SpeculationConfig
+from outrider.config import METHODS_WITH_HEAD, Method, SpeculationConfig
 from outrider.drafters import Drafter, DraftSource, create_drafter, drafted_slots
 from outrider.errors import ParameterError, UnknownModelError
 from outrider.models.architecture import DecoderConfig
 from outrider.models.decoder import Decoder
 from outrider.models.heads.config import Eagle3Config, MedusaConfig, Shapes
-from outrider.models.loading import Tokenizer, load
+from outrider.models.loading import LoadedCheckpoint, Tokenizer, load
 from outrider.models.loading.heads import (
     LoadedHead,
     check_tokenizer,
@@ -29,8 +30,9 @@ from outrider.models.loading.heads import (
     load_shared_draft_model,
     recorded_acceptance,
     shares_ends,
+    shipped_head,
 )
-from outrider.models.loading.hub import resolve
+from outrider.models.loading.hub import display_name, resolve
 from outrider.models.memory import MemoryItem, cache_item, weights_item
 from outrider.types import ProgressCallback
 
@@ -42,6 +44,12 @@ class TargetFiles:
     path: Path
     config: DecoderConfig
     tokenizer: Tokenizer
+    weights_hash: str
+
+    @classmethod
+    def of(cls, path: Path, checkpoint: LoadedCheckpoint) -> TargetFiles:
+        """What the checkpoint at ``path`` is to its drafters."""
+        return cls(path, checkpoint.config, checkpoint.tokenizer, checkpoint.weights_hash)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +84,18 @@ def open_drafter(
     """Open what the method reads; None for a method without a checkpoint of its own.
 
     Raises:
-        ParameterError: the head is of another method.
+        ParameterError: the head is of another method, or none is named and none ships.
         CheckpointError: damaged files, or a head made for another target.
         UnsupportedModelError: a draft model with another tokeniser.
     """
-    if speculation.method is Method.DRAFT:
-        assert speculation.head is not None
-        return _open_draft_model(speculation.head, target, on_progress)
-    if speculation.method not in (Method.EAGLE3, Method.MTP, Method.MEDUSA):
+    if speculation.method not in METHODS_WITH_HEAD:
         return None
-    head = _open_head(speculation, target, on_progress)
+    if speculation.head is None and speculation.method is Method.MTP and has_mtp(target.path):
+        return OpenedDrafter.of(load_mtp(target.path, target.config))
+    named = speculation.head or _shipped(speculation.method, target)
+    if speculation.method is Method.DRAFT:
+        return _open_draft_model(named, target, on_progress)
+    head = open_head(named, target, on_progress)
     if head.method is not speculation.method:
         head.weights.close()
         raise ParameterError(
@@ -109,17 +119,18 @@ def open_head(
     return load_head(Path(path), target.config, on_progress=on_progress)
 
 
-def _open_head(
-    speculation: SpeculationConfig, target: TargetFiles, on_progress: ProgressCallback | None
-) -> LoadedHead:
-    if speculation.head is not None:
-        return open_head(speculation.head, target, on_progress)
-    if not has_mtp(target.path):
-        raise ParameterError(
-            "method: the target's checkpoint holds no mtp module; give one with head (--head), or "
-            "use another method"
-        )
-    return load_mtp(target.path, target.config)
+def _shipped(method: Method, target: TargetFiles) -> str:
+    """The folder of the target's head in the package."""
+    found = shipped_head(method, target.weights_hash, target.tokenizer.fingerprint)
+    if found is not None:
+        return str(found.path)
+    name = display_name(target.path)
+    inside = ", its checkpoint holds no mtp module" if method is Method.MTP else ""
+    what = "draft model" if method is Method.DRAFT else f"{method} head"
+    raise ParameterError(
+        f"method: no {what} ships for {name}{inside}; give one with head (--head), train one "
+        f"(outrider train {method} --model ... --out DIR), or use another method"
+    )
 
 
 def _open_draft_model(

@@ -83,7 +83,7 @@ def open_target(path: Path) -> Target:
     checkpoint = load(path)
     weights = {name: checkpoint.weights[name].clone() for name in checkpoint.weights}
     checkpoint.weights.close()
-    return Target(TargetFiles(path, checkpoint.config, checkpoint.tokenizer), weights)
+    return Target(TargetFiles.of(path, checkpoint), weights)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])

@@ -196,7 +196,6 @@ def test_without_speculation_flags_the_choice_is_the_engines():
         (["generate", "Hi", "--temperature", "nan"], "temperature: nan is not a number in"),
         (["generate", "Hi", "--temperature", "-1"], "temperature: -1 is outside [0, 100]"),
         (["generate", "Hi", "--max-tokens", "0"], "max_tokens: 0 is outside"),
-        (["generate", "Hi", "--method", "eagle3"], "eagle3 needs a draft head; give one with head"),
         (["generate", "Hi", "--method", "magic"], "'magic' is not one of off, ngram"),
         (["generate", "Hi", "--dynamic-tree-max-topk", "4"], "--tree"),
         (["generate", "Hi", "--device", "cuda"], "'cuda' is not one of cpu"),

@@ -236,17 +236,10 @@ def test_an_unknown_method_is_refused_with_the_list(value: Any):
     assert expected == refusal(SpeculationConfig, method=value)
 
 
-@pytest.mark.parametrize("method", [Method.DRAFT, Method.MEDUSA, Method.EAGLE3])
-def test_a_method_that_reads_a_head_needs_one(method: Method):
-    message = refusal(SpeculationConfig, method=method)
-
-    assert message.startswith(f"method: {method} needs a draft ")
-    assert message.endswith("give one with head (--head)")
+@pytest.mark.parametrize("method", [Method.DRAFT, Method.MEDUSA, Method.MTP, Method.EAGLE3])
+def test_a_method_that_reads_a_head_takes_one_or_leaves_it_to_the_target(method: Method):
     assert "x" == SpeculationConfig(method=method, head="x").head
-
-
-def test_mtp_may_be_inside_the_target():
-    assert SpeculationConfig(method=Method.MTP).head is None
+    assert SpeculationConfig(method=method).head is None
 
 
 @pytest.mark.parametrize("method", [Method.OFF, Method.NGRAM])

@@ -27,27 +27,6 @@ MIN_TOKENS = 24
 
 _PERIODS = np.arange(1, MAX_PERIOD + 1)
 _NEEDED = np.maximum(MIN_REPEATS * _PERIODS, MIN_TOKENS)
-_NO_TOKEN = -1  # stands before the text's beginning; equals no id
-
-
-class LoopWatch:
-    """Finds a loop while a text grows; each token costs a few vector operations of 64 entries."""
-
-    def __init__(self) -> None:
-        self._recent = np.full(MAX_PERIOD, _NO_TOKEN, dtype=np.int64)  # the newest first
-        self._num_equal = np.zeros(MAX_PERIOD, dtype=np.int64)  # at the end, by period
-        self._num_tokens = 0
-
-    def push(self, token: int) -> int | None:
-        """Take one token; returns where the loop begins that the text is in now, if it is in one.
-
-        That is the index of the first token of its first period.
-        """
-        self._num_equal = np.where(self._recent == token, self._num_equal + 1, 0)
-        self._recent[1:] = self._recent[:-1]
-        self._recent[0] = token
-        self._num_tokens += 1
-        return _longest(self._num_equal, self._num_tokens)
 
 
 def loop_start(token_ids: Sequence[int]) -> int | None:
@@ -61,11 +40,6 @@ def loop_start(token_ids: Sequence[int]) -> int | None:
     for period in range(1, min(MAX_PERIOD, len(ids) - 1) + 1):
         differing = np.flatnonzero(ids[period:] != ids[:-period])
         num_equal[period - 1] = len(ids) - period - (differing[-1] + 1 if len(differing) else 0)
-    return _longest(num_equal, len(ids))
-
-
-def _longest(num_equal: np.ndarray, num_tokens: int) -> int | None:
-    """Where the longest tail that counts begins; ``num_equal[period - 1]`` tokens repeat."""
     lengths = np.where(num_equal > 0, num_equal + _PERIODS, 0)
     longest = int(lengths[lengths >= _NEEDED].max(initial=0))
-    return num_tokens - longest if longest else None
+    return len(ids) - longest if longest else None

@@ -29,7 +29,7 @@ from outrider.models.architecture import DecoderConfig
 from outrider.models.exactness import remembered_exactness
 from outrider.models.loading import LoadedCheckpoint, load
 from outrider.models.loading.cache import cache_root
-from outrider.models.loading.heads import has_mtp
+from outrider.models.loading.heads import ShippedHead, has_mtp, shipped_heads
 from outrider.models.loading.hub import resolve
 from outrider.models.machine import ResultCache, processor_name
 from outrider.models.memory import MemoryPlan
@@ -60,6 +60,7 @@ class Inspection:
     plan: MemoryPlan
     is_exact: bool | None
     has_mtp: bool
+    shipped: tuple[ShippedHead, ...]
     head: HeadInspection | None
 
     @property
@@ -106,6 +107,7 @@ class Inspection:
                 "processor": processor_name(),
                 "torch_version": torch.__version__,
             },
+            "shipped_heads": [_shipped_json(head) for head in self.shipped],
             "head": None if self.head is None else self.head.to_json(),
         }
 
@@ -120,6 +122,7 @@ class Inspection:
         return [
             self._architecture_table(),
             self._tokenizer_table(),
+            *((_shipped_table(self.shipped),) if self.shipped else ()),
             *(() if self.head is None else self.head.tables()),
             self._memory_table(),
             self._exactness_table(),
@@ -209,7 +212,7 @@ def inspect(
     if head is not None:
         found = inspect_head(
             head,
-            TargetFiles(path, checkpoint.config, checkpoint.tokenizer),
+            TargetFiles.of(path, checkpoint),
             max_model_len=max_model_len,
             on_progress=on_progress,
         )
@@ -227,8 +230,37 @@ def inspect(
             checkpoint.config, dtype, checkpoint.weights_hash, ResultCache(cache_root())
         ),
         has_mtp=has_mtp(path),
+        shipped=tuple(shipped_heads(checkpoint.weights_hash, checkpoint.tokenizer.fingerprint)),
         head=found,
     )
+
+
+def _shipped_table(heads: tuple[ShippedHead, ...]) -> Table:
+    """Heads in the package, a line for each setting that they were measured in."""
+    measured = [found for head in heads for found in head.acceptance_lengths.values()]
+    temperatures = sorted({t for found in measured for t in found}, key=float)
+    rows = []
+    for head in heads:
+        about = (head.method.value, format_bytes(head.size_bytes))
+        for setting, found in head.acceptance_lengths.items():
+            lengths = (f"{found[t]:.2f}" if t in found else "-" for t in temperatures)
+            rows.append((*about, setting.removeprefix(f"{head.method} "), *lengths))
+            about = ("", "")
+        if not head.acceptance_lengths:
+            rows.append((*about, "-", *("-" for _ in temperatures)))
+    columns = ("--method", "size", "drafts", *(f"T = {t}" for t in temperatures))
+    title = "Heads that ship for this model: acceptance length at temperature T, as recorded"
+    return table(columns, rows, title=title, numbers_from=3)
+
+
+def _shipped_json(head: ShippedHead) -> dict[str, Any]:
+    return {
+        "method": head.method.value,
+        "path": str(head.path),
+        "size_bytes": head.size_bytes,
+        "recorded_acceptance": head.recorded_acceptance,
+        "acceptance_lengths": {s: dict(found) for s, found in head.acceptance_lengths.items()},
+    }
 
 
 def _embeddings(config: DecoderConfig) -> str:

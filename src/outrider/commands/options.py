@@ -112,7 +112,10 @@ class SpeculationOptions:
     ] = None
     head: Annotated[
         str | None,
-        _flag("Folder or file of the draft head; for --method draft, the draft model."),
+        _flag(
+            "Folder or file of the draft head; for --method draft, the draft model. Without it: "
+            "the one that ships for the model."
+        ),
     ] = None
     tree: Annotated[
         bool | None, _flag("Draft a tree instead of a chain.", negative="--no-tree")
@@ -130,7 +133,7 @@ class SpeculationOptions:
         """The checked settings, or None when no flag was given.
 
         Raises:
-            ParameterError: a value is out of range, or the method lacks its head.
+            ParameterError: a value is out of range, or the method cannot use what was given.
         """
         fields = {
             "method": self.method,

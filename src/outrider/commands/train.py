@@ -26,6 +26,9 @@ SCHEMA_VERSION = 1
 def train(settings: TrainSettings, *, only_answers: bool) -> RunResult | None:
     """Run all stages, or the answers alone, with a live display.
 
+    None where there is nothing more to tell: after the answers, and in all but the first of several
+    processes that train together.
+
     Raises:
         OutriderError: as the stages.
     """
@@ -36,7 +39,8 @@ def train(settings: TrainSettings, *, only_answers: bool) -> RunResult | None:
         result = train_head(
             settings, on_progress=stages, on_notice=console.note, on_estimate=_show_estimate
         )
-    _draw(settings, result)
+    if result is not None:
+        _draw(settings, result)
     return result
 
 

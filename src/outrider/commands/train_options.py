@@ -101,7 +101,11 @@ class LoopOptions:
     """How the loop runs."""
 
     epochs: Annotated[int, _whole("Passes over the data.")] = 3
-    tokens_per_batch: Annotated[int, _whole("Most tokens of one optimiser step.")] = 4096
+    tokens_per_batch: Annotated[int, _whole("Most tokens of one batch.")] = 4096
+    batches_per_step: Annotated[
+        int | None,
+        _whole("Batches of one optimiser step: as many as torchrun starts processes, else one."),
+    ] = None
     learning_rate: Annotated[float, _flag("AdamW's, at its peak; then a half cosine.")] = 1e-3
     weight_decay: Annotated[float, _flag("On matrices.")] = 0.0
     clip_norm: Annotated[float, _flag("Largest norm of the gradient.")] = 0.5
@@ -114,6 +118,7 @@ class LoopOptions:
     keep: Annotated[int, _whole("Checkpoints that stay.")] = 2
     device: Annotated[str, _flag("Where the head trains: cpu or cuda.")] = "cpu"
     threads: Annotated[int | None, _whole("Compute threads.")] = None
+    tensorboard: Annotated[bool, _flag("Also log for TensorBoard, to OUT.", negative="")] = False
 
 
 @Parameter(name="*", group=Group("Evaluation and export", sort_key=5))
@@ -153,6 +158,7 @@ def train_settings(
     if method not in TRAINED:
         raise ParameterError(f"METHOD: {method!r} is not one of {', '.join(TRAINED)}")
     from outrider.training.data import DataSettings
+    from outrider.training.distributed import world_size
     from outrider.training.loop import LoopSettings
     from outrider.training.responses import ResponseSettings
     from outrider.training.run import TrainSettings
@@ -180,6 +186,9 @@ def train_settings(
         loop=LoopSettings(
             epochs=loop.epochs,
             tokens_per_batch=loop.tokens_per_batch,
+            batches_per_step=(
+                world_size() if loop.batches_per_step is None else loop.batches_per_step
+            ),
             learning_rate=loop.learning_rate,
             weight_decay=loop.weight_decay,
             clip_norm=loop.clip_norm,
@@ -202,6 +211,7 @@ def train_settings(
         norm_output=recipe.norm_output,
         features=data.features,  # type: ignore[arg-type]  # checked there
         device=loop.device,
+        tensorboard=loop.tensorboard,
         eval_prompts=evaluation.eval_prompts,
         eval_limit=evaluation.eval_limit,
         eval_tokens=evaluation.eval_tokens,

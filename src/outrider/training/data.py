@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from typing import Any
 import numpy as np
 
 from outrider.config import EngineConfig, Method, SpeculationConfig
-from outrider.errors import CheckpointError, ParameterError, TrainingError
+from outrider.errors import CheckpointError, ParameterError, PromptError, TrainingError
 from outrider.llm import LLM
-from outrider.models.loading.cache import publish
+from outrider.models.loading.cache import exclusive, publish
 from outrider.training.identity import TargetIdentity
+from outrider.training.log import writing
 from outrider.training.prompts import (
     TrainingPrompt,
     load_training_prompts,
@@ -36,11 +38,13 @@ from outrider.training.responses import (
     ResponseSettings,
     answer_prompts,
     read_responses,
+    turn_id,
 )
 from outrider.types import ProgressCallback
 from outrider.vocabulary import DraftVocabulary
 
 PROMPTS, SETTINGS, FEATURES = "prompts.jsonl", "data.json", "features"
+_LOCK = ".data.lock"
 HELD_OUT = 50  # one sequence in so many is never learnt from
 MAX_HELD_OUT = 256
 MIN_ANSWER = 4  # tokens; a shorter answer leaves a head nothing to predict
@@ -159,9 +163,13 @@ def answer_part(
     Raises:
         CheckpointError, PromptError: as :func:`prepare_data`.
     """
-    identity.claim(folder)
-    _claim(folder / SETTINGS, _settings_json(settings.responses))
-    prompts = _prompts(folder, settings)
+    wanted = _wanted(settings)
+    with ExitStack() as held:
+        with writing(folder):
+            held.enter_context(exclusive(folder / _LOCK, lambda: None))  # parts start together
+        identity.claim(folder)
+        _claim(folder / SETTINGS, _settings_json(settings.responses))
+        prompts = _stored(folder / PROMPTS, wanted)
     counts = answer_prompts(
         llm,
         prompts,
@@ -174,6 +182,15 @@ def answer_part(
     return prompts, counts
 
 
+def read_prepared(folder: Path, settings: DataSettings) -> TrainingData:
+    """What :func:`prepare_data` made, read by another process, which runs no target.
+
+    Raises:
+        CheckpointError, PromptError, TrainingError: as :func:`prepare_data`.
+    """
+    return read_data(folder, _wanted(settings), too_long=0)
+
+
 def read_data(folder: Path, prompts: Sequence[TrainingPrompt], *, too_long: int) -> TrainingData:
     """The answers in a folder, in the prompts' order, split by their ids.
 
@@ -181,18 +198,20 @@ def read_data(folder: Path, prompts: Sequence[TrainingPrompt], *, too_long: int)
         TrainingError: there is too little to learn from.
     """
     answers = read_responses(folder)
-    ids = (f"{p.id}#{turn + 1}" if turn else p.id for p in prompts for turn in range(len(p.turns)))
+    ids = (turn_id(prompt, turn) for prompt in prompts for turn in range(len(prompt.turns)))
     found = [answers[id_] for id_ in ids if id_ in answers]
     usable = [response for response in found if len(response.response_ids) >= MIN_ANSWER]
-    held_out = [response for response in usable if _is_held_out(response.id)][:MAX_HELD_OUT]
-    kept = {response.id for response in held_out}
-    learnt = [response for response in usable if response.id not in kept]
+    chosen = [response for response in usable if _is_held_out(response.id)][:MAX_HELD_OUT]
+    conversations = {_conversation(response.id) for response in chosen}
+    held_out = [response for response in usable if _conversation(response.id) in conversations]
+    learnt = [response for response in usable if _conversation(response.id) not in conversations]
     data = TrainingData(learnt, held_out, prompts_hash(prompts), too_long)
     if data.num_response_tokens < MIN_TOKENS or not held_out:
         raise TrainingError(
             f"{folder}: {data.num_response_tokens:,} response tokens from {len(learnt)} answers, "
             f"{len(held_out)} held out; a head that is of any use needs at least {MIN_TOKENS:,} "
-            "and some held out, a good one a million: give more prompts (--num-prompts)"
+            f"and some held out, a good one a million{_short_of_room(too_long)}: give more prompts "
+            "(--num-prompts) or answer more of them (--response-tokens)"
         )
     return data
 
@@ -204,10 +223,18 @@ def choose_vocabulary(
 
     ``required`` tokens (the end of an answer) are in it whatever their count. Tokens that were
     never written fill up in the order of their ids, which in a BPE vocabulary is that of merges.
+
+    Raises:
+        ParameterError: ``size`` is not below the target's, or too small for ``required``.
     """
     if not 0 < size < target_size:
         raise ParameterError(
             f"draft vocabulary: {size} of {target_size:,} tokens; allowed: 1 .. {target_size - 1}"
+        )
+    if len(set(required)) > size:
+        raise ParameterError(
+            f"draft vocabulary: {size} tokens have no room for the {len(set(required))} that end "
+            "an answer; choose more"
         )
     counts = np.zeros(target_size, dtype=np.int64)
     for response in responses:
@@ -232,13 +259,32 @@ def responses_hash(responses: Sequence[Response]) -> str:
     return digest.hexdigest()[:12]
 
 
-def _prompts(folder: Path, settings: DataSettings) -> list[TrainingPrompt]:
-    """The prompts asked for; those in the folder must be the same as far as both go."""
-    path = folder / PROMPTS
-    if settings.files:
-        wanted = load_training_prompts(settings.files)[: settings.num_prompts]
-    else:
-        wanted = write_prompts(settings.num_prompts or DEFAULT_NUM_PROMPTS, settings.responses.seed)
+def _short_of_room(too_long: int) -> str:
+    if not too_long:
+        return ""
+    return f" ({too_long:,} prompts do not fit the context: --max-model-len)"
+
+
+def _wanted(settings: DataSettings) -> list[TrainingPrompt]:
+    """The prompts asked for."""
+    if not settings.files:
+        return write_prompts(settings.num_prompts or DEFAULT_NUM_PROMPTS, settings.responses.seed)
+    wanted = load_training_prompts(settings.files)[: settings.num_prompts]
+    # A later turn's answer is kept under an id of its own, which no prompt may have.
+    ids = {prompt.id for prompt in wanted}
+    for prompt in wanted:
+        taken = [
+            id_ for turn in range(1, len(prompt.turns)) if (id_ := turn_id(prompt, turn)) in ids
+        ]
+        if taken:
+            raise PromptError(
+                f"id {taken[0]!r} stands for a later turn of {prompt.id!r}; rename that prompt"
+            )
+    return wanted
+
+
+def _stored(path: Path, wanted: list[TrainingPrompt]) -> list[TrainingPrompt]:
+    """Keep the prompts; those in the folder must be the same as far as both go."""
     stored = read_prompts(path) if path.exists() else []
     common = min(len(stored), len(wanted))
     if stored[:common] != wanted[:common]:
@@ -247,7 +293,10 @@ def _prompts(folder: Path, settings: DataSettings) -> list[TrainingPrompt]:
             "choose another data folder"
         )
     if len(wanted) > len(stored):
-        save_prompts(path, wanted)
+        partial = path.with_name(f".{path.name}.partial")
+        with writing(path):
+            save_prompts(partial, wanted)
+            publish(partial, path)
     return wanted
 
 
@@ -256,6 +305,8 @@ def _claim(path: Path, settings: dict[str, Any]) -> None:
     try:
         if path.exists():
             recorded = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(recorded, dict):
+                raise ValueError
             names = sorted(recorded.keys() | settings.keys())
             changed = [
                 f"{name} was {recorded.get(name)}, is {settings.get(name)}"
@@ -284,6 +335,11 @@ def _settings_json(settings: ResponseSettings) -> dict[str, Any]:
 
 
 def _is_held_out(response_id: str) -> bool:
-    """By the first turn's id, so that a conversation is on one side as a whole."""
-    first = response_id.partition("#")[0]
-    return int.from_bytes(hashlib.sha256(first.encode()).digest()[:4], "little") % HELD_OUT == 0
+    """By the conversation, so that it is on one side as a whole."""
+    digest = hashlib.sha256(_conversation(response_id).encode()).digest()
+    return int.from_bytes(digest[:4], "little") % HELD_OUT == 0
+
+
+def _conversation(response_id: str) -> str:
+    """What the ids of its turns have in common."""
+    return response_id.partition("#")[0]

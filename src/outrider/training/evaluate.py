@@ -245,15 +245,14 @@ class _ReplayedSetting:
     """A setting in the simulator."""
 
     def __init__(self, llm: LLM, setting: Setting) -> None:
-        loaded = llm._loaded  # the weights, files and sizes that all objects of one model share
-        self._target = loaded.target
+        self._target = llm.target
         self._sizes = {
-            "max_batch_size": loaded.engine.max_batch_size,
-            "max_model_len": loaded.max_model_len,
+            "max_batch_size": llm.engine_config.max_batch_size,
+            "max_model_len": llm.max_model_len,
         }
-        self._prefill_chunk = loaded.engine.prefill_chunk
+        self._prefill_chunk = llm.engine_config.prefill_chunk
         self._eos_ids = llm.tokenizer.eos_ids
-        opened = open_drafter(setting.speculation, loaded.files, None)
+        opened = open_drafter(setting.speculation, llm.files, None)
         self._drafter = build_drafter(setting.speculation, opened, self._target, **self._sizes)
 
     def run(self, known: _Texts, told: _Progress) -> tuple[list[SpeculationStats], list[Prompt]]:

@@ -103,6 +103,7 @@ def export_head(
         "method": method.value,
         "target": {
             "name": display_name(target.path),
+            "weights_hash": target.weights_hash,
             "tokenizer": target.tokenizer.fingerprint,
             "hidden_size": target.config.hidden_size,
             "vocab_size": target.config.vocab_size,

@@ -8,13 +8,16 @@ by :mod:`outrider.training.loop`, drawn by :mod:`outrider.report.curve`.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from outrider.errors import CheckpointError
+from outrider.errors import CapacityError, CheckpointError
+from outrider.models.loading.cache import publish
 
 LOG, TIMES = "log.jsonl", "times.jsonl"
 
@@ -25,32 +28,66 @@ class JsonLines:
     Args:
         path: the file; what it holds of later steps than ``last_step`` is cut off.
         last_step: the step that the run goes on from; 0 begins anew.
+
+    Attributes:
+        kept_step: of the last line that was kept, 0 without any.
+
+    Raises:
+        CapacityError: the disk is full; so do the methods.
+        CheckpointError: the file cannot be written for another reason; so do the methods.
     """
 
     def __init__(self, path: Path, *, last_step: int) -> None:
         self._path = path
+        self.kept_step = 0
         kept = []
-        if last_step and path.exists():
-            kept = [line for step, line in _lines(path) if step <= last_step]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_bytes(b"".join(kept))
-        partial.replace(path)
-        self._file = path.open("ab")
+        with writing(path):
+            if last_step and path.exists():
+                kept = [(step, line) for step, line in _lines(path) if step <= last_step]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f".{path.name}.partial")
+            partial.write_bytes(b"".join(line for _, line in kept))
+            publish(partial, path)
+            self._file = path.open("ab")
+        if kept:
+            self.kept_step = kept[-1][0]
 
     def append(self, step: int, values: Mapping[str, Any]) -> None:
         """Write one line."""
         line = json.dumps({"step": step, **values}, separators=(",", ":"))
-        self._file.write(line.encode() + b"\n")
+        with writing(self._path):
+            self._file.write(line.encode() + b"\n")
 
     def sync(self) -> None:
         """Put what was appended on disk; before the checkpoint that it belongs to."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with writing(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Write out and let go of the file."""
-        self._file.close()
+        """Let go of the file; lines that were not synced belong to no checkpoint and may go."""
+        with suppress(OSError):
+            self._file.close()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say what is wrong when ``path`` cannot be written.
+
+    Raises:
+        CapacityError: the disk or the quota is full.
+        CheckpointError: it cannot be written for another reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CapacityError(
+                f"{path}: {reason}; what was saved before is untouched: make room, then run the "
+                "same command again"
+            ) from None
+        raise CheckpointError(f"{path}: cannot be written: {reason}") from None
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -21,10 +21,12 @@ from typing import Any
 import torch
 
 from outrider.errors import CheckpointError, ParameterError, TrainingError
+from outrider.training.distributed import ALONE, Processes
 from outrider.training.features import FeatureSource
-from outrider.training.log import LOG, TIMES, JsonLines
-from outrider.training.packing import Batch, pack, plan_batches
+from outrider.training.log import LOG
+from outrider.training.packing import pack, plan_batches
 from outrider.training.recipes import Recipe, StepResults, predicted_acceptance
+from outrider.training.run_log import RunLog
 from outrider.training.store import (
     SkipCallback,
     latest_valid,
@@ -34,6 +36,7 @@ from outrider.training.store import (
     restore_random_state,
     save_state,
 )
+from outrider.training.tensorboard import require_tensorboard
 from outrider.types import ProgressCallback
 
 CHECKPOINTS = "checkpoints"
@@ -48,7 +51,8 @@ class LoopSettings:
 
     Attributes:
         epochs: passes over the data.
-        tokens_per_batch: most tokens of one optimiser step.
+        tokens_per_batch: most tokens that are computed at once.
+        batches_per_step: batches of one optimiser step, which several processes share.
         learning_rate: at its peak; AdamW's, warmed up linearly, then a half cosine.
         warmup_steps: of the linear part, at most a tenth of all steps.
         final_rate: fraction of the peak at the last step.
@@ -68,6 +72,7 @@ class LoopSettings:
 
     epochs: int = 3
     tokens_per_batch: int = 4096
+    batches_per_step: int = 1
     learning_rate: float = 1e-3
     warmup_steps: int = 100
     final_rate: float = 0.02
@@ -83,17 +88,20 @@ class LoopSettings:
 
     def __post_init__(self) -> None:
         counts = ("epochs", "tokens_per_batch", "log_every", "validate_every", "checkpoint_every")
-        for name in (*counts, "keep"):
-            if getattr(self, name) < 1:
-                raise ParameterError(f"{name}: {getattr(self, name)} is below 1")
+        for name in (*counts, "batches_per_step", "keep"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ParameterError(f"{name}: {value} is below 1; give a whole number from 1 on")
         for name in ("learning_rate", "clip_norm"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
-                raise ParameterError(f"{name}: {value} is not a number above 0")
+                raise ParameterError(f"{name}: {value} is not a number above 0, such as 0.001")
         if not 0 <= self.final_rate <= 1:
-            raise ParameterError(f"final_rate: {self.final_rate} is outside [0, 1]")
-        if self.warmup_steps < 0 or self.weight_decay < 0:
-            raise ParameterError("warmup_steps and weight_decay cannot be negative")
+            raise ParameterError(f"final_rate: {self.final_rate} is outside [0, 1]; 0.02 is usual")
+        for name in ("warmup_steps", "weight_decay"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ParameterError(f"{name}: {value} is not a number from 0 on; 0 is none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +134,11 @@ class _Counts:
         return cls([], [], [], [], [])
 
     def add(self, results: StepResults) -> None:
-        for name in ("loss", "rows", "hits", "tested", "joint"):
-            sums, new = getattr(self, name), getattr(results, f"{name}_S").tolist()
+        self.merge(_Counts(*(getattr(results, f"{name}_S").tolist() for name in self.__slots__)))
+
+    def merge(self, other: _Counts) -> None:
+        for name in self.__slots__:
+            sums, new = getattr(self, name), getattr(other, name)
             sums += [0] * (len(new) - len(sums))
             setattr(self, name, [a + b for a, b in zip(sums, new, strict=True)])
 
@@ -159,7 +170,12 @@ class TrainingLoop:
         about: what else decides the result (options, data, target): a checkpoint of other settings
             is refused rather than continued.
         on_progress: told loss, accuracy, predicted acceptance, rate and time left.
-        on_skip: told of damaged checkpoints that are passed over.
+        on_skip: told of damaged checkpoints that are passed over, and of a log that lost lines.
+        processes: those that train together, each with a loop of its own.
+        tensorboard: also log for TensorBoard, into the run folder.
+
+    Raises:
+        ParameterError: a step's batches cannot be shared evenly, or TensorBoard is missing.
     """
 
     def __init__(
@@ -173,8 +189,19 @@ class TrainingLoop:
         about: dict[str, Any],
         on_progress: ProgressCallback | None = None,
         on_skip: SkipCallback | None = None,
+        processes: Processes = ALONE,
+        tensorboard: bool = False,
     ) -> None:
+        if settings.batches_per_step % processes.count:
+            raise ParameterError(
+                f"batches_per_step: {settings.batches_per_step} batches cannot be shared by "
+                f"{processes.count} processes; give a multiple of that"
+            )
+        if tensorboard:
+            require_tensorboard()
         self._recipe = recipe
+        self._processes = processes
+        self._tensorboard = tensorboard
         self._features = features
         self._held_out = held_out
         self._folder = folder
@@ -183,6 +210,7 @@ class TrainingLoop:
         self._report = _Report(on_progress)
         self._on_skip = on_skip
         self._device = next(recipe.parameters()).device
+        self._trained = processes.share(recipe)
         self._optimizer = _optimizer(recipe, settings)
         self._validation = plan_batches(
             held_out.lengths, tokens_per_batch=settings.tokens_per_batch, seed=0, epoch=0
@@ -205,30 +233,42 @@ class TrainingLoop:
     @property
     def num_steps(self) -> int:
         """Optimiser steps of the whole run."""
-        return len(self._order)
+        return math.ceil(len(self._order) / self._settings.batches_per_step)
 
     def run(self) -> TrainingResult:
         """Train to the end, from the newest sound checkpoint if there is one.
 
         Raises:
-            TrainingError: the loss is no longer finite; the last checkpoint stays.
-            CheckpointError: the checkpoints are of a run with other settings or data.
+            TrainingError: loss or gradient is no longer finite; the last checkpoint stays.
+            CheckpointError: the checkpoints are of a run with other settings or data, or none of
+                them is sound.
             CapacityError: the disk is full; the checkpoints before stay.
         """
         self._resume()
-        self._log = JsonLines(self._folder / LOG, last_step=self._step)
-        self._times = JsonLines(self._folder / TIMES, last_step=self._step)
+        if not self._processes.is_same(self._step):
+            raise CheckpointError(
+                f"{self._folder / CHECKPOINTS}: the processes found different checkpoints there; "
+                "they need one run folder that all of them see"
+            )
+        self._log = RunLog(
+            self._folder,
+            last_step=self._step,
+            is_written=self._processes.is_first,
+            tensorboard=self._tensorboard,
+        )
+        self._tell_of_lost_lines()
         try:
             started = time.perf_counter() - self._seconds
             self._report.begin(self._tokens, self._seconds)
             while self._step < self.num_steps:
-                self._train(self._batch(self._features, self._order[self._step]))
+                size = self._settings.batches_per_step
+                self._train(self._order[self._step * size : (self._step + 1) * size])
                 self._seconds = time.perf_counter() - started
                 self._after_step()
             final = self._validate()
         finally:
             self._log.close()
-            self._times.close()
+        self._trained.make_whole()
         return TrainingResult(
             steps=self._step,
             tokens=self._tokens,
@@ -237,43 +277,65 @@ class TrainingLoop:
             accuracy=tuple(final.accuracy),
         )
 
-    def _train(self, batch: Batch) -> None:
-        """One optimiser step."""
+    def _train(self, batches: Sequence[Sequence[int]]) -> None:
+        """One optimiser step, over the sequences of one or more batches."""
         settings = self._settings
         rate = learning_rate(self._step, self.num_steps, settings)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._recipe.train()
-        with self._autocast():
-            results = self._recipe.losses(batch)
-        loss = results.total / results.rows_S[0].clamp(min=1)
-        if not bool(torch.isfinite(loss)):
-            raise TrainingError(
-                f"the loss is {float(loss)} at step {self._step + 1}; the checkpoints before it "
-                f"are kept in {self._folder / CHECKPOINTS}: lower the learning rate "
-                f"({settings.learning_rate:g}) and start a new run"
-            )
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(
-            self._recipe.parameters(), settings.clip_norm, error_if_nonfinite=False
-        )
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        counts = self._backward(batches)
+        if any(counts.rows):  # else there is nothing to learn from, nor a gradient
+            self._require_finite("gradient", self._trained.clip_gradient(settings.clip_norm))
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
         self._step += 1
-        self._tokens += len(batch.token_P)
-        self._running.add(results)
-        self._report.step(self._step, self.num_steps, self._tokens, results)
+        self._tokens += sum(self._features.lengths[i] for batch in batches for i in batch)
+        self._running.merge(counts)
+        self._report.step(self._step, self.num_steps, self._tokens, counts)
+
+    def _backward(self, batches: Sequence[Sequence[int]]) -> _Counts:
+        """The gradient of the mean loss over all rows of all batches, and their counts.
+
+        How many rows count is known after their forward pass: each batch's loss is divided by the
+        rows of the first one, and in the end their sum is put right.
+        """
+        counts, scale = _Counts.none(), 0
+        for indices, is_own in self._processes.divide(batches):
+            own = self._losses(self._features, indices, counts=is_own)
+            results = self._processes.sum(own)
+            counts.add(results)
+            scale = scale or max(1, counts.rows[0])
+            if bool(results.rows_S.any()):
+                self._require_finite("loss", results.total / scale)
+                # The processes' gradients are averaged, but are to be added up.
+                (own.total * self._processes.count / scale).backward()
+        rows = max(1, counts.rows[0])
+        if rows != scale:
+            for parameter in self._recipe.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale / rows)
+        return counts
+
+    def _require_finite(self, what: str, value: torch.Tensor) -> None:
+        """Stop before a weight is touched by what is no number."""
+        if not bool(torch.isfinite(value)):
+            raise TrainingError(
+                f"the {what} is {value.item()} at step {self._step + 1}; the checkpoints before it "
+                f"are kept in {self._folder / CHECKPOINTS}: lower the learning rate "
+                f"({self._settings.learning_rate:g}) and start a new run"
+            )
 
     def _after_step(self) -> None:
         """Log, validate and save where they are due."""
         settings, step = self._settings, self._step
         is_last = step == self.num_steps
         if step % settings.log_every == 0 or is_last:
-            self._log.append(step, {"tokens": self._tokens, **self._running.to_json()})
-            self._times.append(step, {"seconds": self._seconds, "tokens": self._tokens})
+            self._log.add_figures(step, {"tokens": self._tokens, **self._running.to_json()})
+            self._log.add_times(step, {"seconds": self._seconds, "tokens": self._tokens})
             self._running = _Counts.none()
         if step % settings.validate_every == 0 or is_last:
-            self._log.append(step, {"validation": self._validate().to_json()})
+            self._log.add_figures(step, {"validation": self._validate().to_json()})
         if step % settings.checkpoint_every == 0 or is_last:
             self._save()
 
@@ -282,21 +344,26 @@ class TrainingLoop:
         """Look at all held-out sequences."""
         self._recipe.eval()
         counts = _Counts.none()
-        for indices in self._validation:
-            with self._autocast():
-                counts.add(self._recipe.losses(self._batch(self._held_out, indices)))
+        for indices, is_own in self._processes.divide(self._validation):
+            results = self._losses(self._held_out, indices, counts=is_own)
+            counts.add(self._processes.sum(results))
         self._report.validated(counts)
         return counts
 
-    def _batch(self, source: FeatureSource, indices: Sequence[int]) -> Batch:
-        return pack([source.sequence(index) for index in indices]).to(self._device)
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._settings.autocast)
+    def _losses(
+        self, source: FeatureSource, indices: Sequence[int], *, counts: bool
+    ) -> StepResults:
+        """One batch's results, of this process alone."""
+        batch = pack([source.sequence(index) for index in indices]).to(self._device)
+        autocast = self._settings.autocast
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=autocast):
+            return self._trained.losses(batch, counts=counts)
 
     def _save(self) -> None:
+        weights, optimizer_state = self._trained.state(self._optimizer)
+        if not self._processes.is_first:
+            return
         self._log.sync()
-        self._times.sync()
         parent = self._folder / CHECKPOINTS
         folder = parent / f"step-{self._step:07d}"
         state = {
@@ -304,25 +371,47 @@ class TrainingLoop:
             "tokens": self._tokens,
             "seconds": self._seconds,
             "running": asdict(self._running),
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": optimizer_state,
             "random": random_state(),
         }
-        save_state(folder, self._recipe.state_dict(), state, {"about": self._about})
+        save_state(folder, weights, state, {"about": self._about})
         prune(parent, _PATTERN, keep=self._settings.keep, current=folder)
 
     def _resume(self) -> None:
-        found = latest_valid(self._folder / CHECKPOINTS, _PATTERN, self._on_skip)
+        parent, damaged = self._folder / CHECKPOINTS, []
+
+        def skip(folder: Path, reason: str) -> None:
+            damaged.append(reason)
+            if self._on_skip is not None:
+                self._on_skip(folder, reason)
+
+        found = latest_valid(parent, _PATTERN, skip)
+        if found is None and damaged:
+            raise CheckpointError(
+                f"{parent}: none of the {len(damaged)} checkpoints is sound, the newest because of "
+                f"{damaged[0]}; remove {parent} to train from the beginning again, or choose "
+                "another run folder"
+            )
         if found is None:
             return
         folder, manifest = found
         require_same_run(manifest.meta.get("about", {}), self._about, folder)
         saved = load_state(folder)
-        self._recipe.load_state_dict(saved.tensors)
-        self._optimizer.load_state_dict(saved.state["optimizer"])
+        self._trained.load(saved.tensors, self._optimizer, saved.state["optimizer"])
         restore_random_state(saved.state["random"])
         self._step, self._tokens = saved.state["step"], saved.state["tokens"]
         self._seconds = saved.state["seconds"]
         self._running = _Counts(**saved.state["running"])
+
+    def _tell_of_lost_lines(self) -> None:
+        """A log that ends before the checkpoint has lost lines, which nothing brings back."""
+        due = self._step - self._step % self._settings.log_every
+        if self._log.kept_step < due and self._on_skip is not None:
+            self._on_skip(
+                self._folder / LOG,
+                f"its lines between step {self._log.kept_step} and the checkpoint's {self._step} "
+                "are lost",
+            )
 
 
 class _Report:
@@ -339,12 +428,10 @@ class _Report:
         self._tokens_before, self._began_s = tokens, time.perf_counter()
         self._seconds_before = seconds
 
-    def step(self, step: int, num_steps: int, tokens: int, results: StepResults) -> None:
+    def step(self, step: int, num_steps: int, tokens: int, counts: _Counts) -> None:
         if self._on_progress is None:
             return
-        rows, hits = results.rows_S.tolist(), results.hits_S.tolist()
-        accuracy = [h / max(1, n) for h, n in zip(hits, rows, strict=True)]
-        loss = float(results.loss_S[0]) / max(1, rows[0])
+        accuracy, loss = counts.accuracy, counts.loss[0] / max(1, counts.rows[0])
         if self._accuracy:
             old = zip(self._accuracy, accuracy, strict=True)
             accuracy = [_SMOOTHING * a + (1 - _SMOOTHING) * b for a, b in old]
@@ -422,6 +509,8 @@ def _about(settings: LoopSettings) -> dict[str, Any]:
     fields["betas"] = list(fields["betas"])
     for name in ("checkpoint_every", "keep"):
         del fields[name]
+    if settings.batches_per_step == 1:  # what it always was before there was a choice
+        del fields["batches_per_step"]
     return fields
 
 

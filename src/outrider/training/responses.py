@@ -19,12 +19,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from outrider.bench.guards import MIN_TOKENS, loop_start
 from outrider.config import SamplingParams
 from outrider.errors import CheckpointError, ParameterError
-from outrider.llm import LLM
+from outrider.llm import ENOUGH_EVERY, LLM
+from outrider.models.loading.cache import exclusive
+from outrider.training.log import writing
 from outrider.training.prompts import TrainingPrompt
 from outrider.types import Completion, FinishReason, ProgressCallback
 
@@ -129,28 +131,43 @@ def answer_prompts(
 
     Returns:
         Counts; ``waiting`` prompts need answers that another part has not written yet.
+
+    Raises:
+        ParameterError: no such part, or another process answers it.
+        CheckpointError: a damaged line in the middle of a file, or a file that cannot be written.
+        CapacityError: the disk is full; what was answered stays.
     """
     k, n = part
     if not 1 <= k <= n:
         raise ParameterError(f"part: {k}/{n} is not k/n with 1 <= k <= n")
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / ("responses.jsonl" if n == 1 else f"responses-{k}-of-{n}.jsonl")
-    answers = _Answers(folder)
-    answers.refresh()
-    queue = _Queue(prompts[k - 1 :: n], answers, llm, settings)
-    # A part answers for its own file; a single process for whatever parts wrote before it.
-    before = sum(answers.tokens_of.values()) if n == 1 else answers.tokens_of.get(path, 0)
-    share = None if max_tokens is None else -(-max_tokens // n)
-    progress = _Progress(before, queue, share, on_progress)
+
+    def refuse() -> None:
+        raise ParameterError(
+            f"part: {path} is being written by another process; wait for it, end it, or give each "
+            "process a part of its own"
+        )
+
     with ExitStack() as stack:
-        file = stack.enter_context(_open_to_append(path))
+        with writing(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(exclusive(folder / f".{path.name}.lock", refuse))
+        answers = _Answers(folder)
+        answers.refresh()
+        queue = _Queue(prompts[k - 1 :: n], answers, llm, settings)
+        # A part answers for its own file; a single process for whatever parts wrote before it.
+        before = sum(answers.tokens_of.values()) if n == 1 else answers.tokens_of.get(path, 0)
+        share = None if max_tokens is None else -(-max_tokens // n)
+        progress = _Progress(before, queue, share, on_progress)
+        with writing(path):
+            file = stack.enter_context(_open_to_append(path))
         runs = llm.generate_each(_until(queue, progress), is_enough=_is_looping)
         stack.callback(runs.close)
         for index, completion in runs:
             response = queue.take(index, completion)
             if response is not None:
-                file.write(json.dumps(asdict(response)) + "\n")
-                file.flush()
+                with writing(path):
+                    _append(file, json.dumps(asdict(response)).encode() + b"\n")
                 progress.count(response)
     return AnswerCounts(progress.answered, progress.tokens, queue.too_long, len(queue.blocked))
 
@@ -196,7 +213,7 @@ class _Job:
 
     @property
     def id(self) -> str:
-        return _turn_id(self.prompt, self.turn)
+        return turn_id(self.prompt, self.turn)
 
 
 class _Queue:
@@ -212,7 +229,7 @@ class _Queue:
         self.blocked: deque[tuple[TrainingPrompt, int]] = deque()
         self.too_long = 0
         self.num_open = sum(
-            len(p.turns) - sum(_turn_id(p, turn) in answers.by_id for turn in range(len(p.turns)))
+            len(p.turns) - sum(turn_id(p, turn) in answers.by_id for turn in range(len(p.turns)))
             for p in prompts
         )
         self._fresh = iter(prompts)
@@ -248,12 +265,10 @@ class _Queue:
         if completion.finish_reason is FinishReason.ERROR:
             return None
         if job.is_opener:
-            text = job.prompt.turns[0] + self._tokenizer.decode(completion.token_ids)
+            text = job.prompt.turns[0] + self._tokenizer.decode(_without_loop(completion)[0])
             self._enter(replace(job.prompt, turns=(text.strip(),), is_opener=False), 0)
             return None
-        ids, reason = completion.token_ids, str(completion.finish_reason)
-        if completion.finish_reason is FinishReason.ABORT:
-            ids, reason = ids[: _loop_end(ids)], LOOP
+        ids, reason = _without_loop(completion)
         response = Response(
             id=job.id,
             category=job.prompt.category,
@@ -279,14 +294,14 @@ class _Queue:
 
     def _enter(self, prompt: TrainingPrompt, turn: int) -> None:
         """Make the job of a turn, or skip what is answered, or put it aside until it can be."""
-        while turn < len(prompt.turns) and self._answers.get(_turn_id(prompt, turn)):
+        while turn < len(prompt.turns) and self._answers.get(turn_id(prompt, turn)):
             turn += 1
         if turn == len(prompt.turns):
             return
         if any(self._answers.get(source) is None for source in prompt.passages):
             self.blocked.append((prompt, turn))
             return
-        params = self._settings.params(_turn_id(prompt, turn))
+        params = self._settings.params(turn_id(prompt, turn))
         if prompt.is_opener:
             ids = self._opener_ids(prompt.turns[0])
             params = replace(params, temperature=TURN_TEMPERATURE, max_tokens=TURN_TOKENS, choice=1)
@@ -301,7 +316,7 @@ class _Queue:
         """The conversation up to and including a user's turn."""
         messages = []
         for earlier in range(turn):
-            answer = self._answers.by_id[_turn_id(prompt, earlier)]
+            answer = self._answers.by_id[turn_id(prompt, earlier)]
             messages += [_user(self._text(prompt, earlier)), _assistant(self._decode(answer))]
         return self._tokenizer.encode_chat([*messages, _user(self._text(prompt, turn))])
 
@@ -377,13 +392,22 @@ def _is_looping(token_ids: Sequence[int]) -> bool:
     return loop_start(token_ids) is not None
 
 
-def _loop_end(token_ids: Sequence[int]) -> int:
-    """How much of a looping answer is kept: little more than what is said for the first time."""
-    start = loop_start(token_ids)
-    return len(token_ids) if start is None else min(len(token_ids), start + MIN_TOKENS)
+def _without_loop(completion: Completion) -> tuple[tuple[int, ...], str]:
+    """An answer up to little more than what it says for the first time, and why it ends there.
+
+    Looked for where the engine asks at the earliest, so that it does not matter how many tokens
+    came at once, and when it was therefore aborted.
+    """
+    ids = completion.token_ids
+    for end in range(ENOUGH_EVERY, len(ids) + 1, ENOUGH_EVERY):
+        start = loop_start(ids[:end])
+        if start is not None:
+            return ids[: min(end, start + MIN_TOKENS)], LOOP
+    return ids, str(completion.finish_reason)
 
 
-def _turn_id(prompt: TrainingPrompt, turn: int) -> str:
+def turn_id(prompt: TrainingPrompt, turn: int) -> str:
+    """Under which id the answer to a turn is kept, counted from 0."""
     return prompt.id if turn == 0 else f"{prompt.id}#{turn + 1}"
 
 
@@ -414,12 +438,19 @@ def _parse(line: bytes, path: Path, number: int) -> Response:
         ) from None
 
 
-def _open_to_append(path: Path) -> TextIO:
-    """Open for appending, behind the last whole line."""
+def _open_to_append(path: Path) -> BinaryIO:
+    """Open for appending, unbuffered, behind the last whole line."""
     if path.exists():
         data = path.read_bytes()
         whole = data.rfind(b"\n") + 1
         if whole < len(data):
             with path.open("r+b") as file:
                 file.truncate(whole)
-    return path.open("a", encoding="utf-8")
+    return path.open("ab", buffering=0)
+
+
+def _append(file: BinaryIO, line: bytes) -> None:
+    """Write all of a line: near the end of a disk, a write may take only part of it."""
+    rest = memoryview(line)
+    while rest:
+        rest = rest[file.write(rest) :]

@@ -6,8 +6,10 @@ Owns the order of the stages and what each leaves in the two folders::
     run folder       run.json  checkpoints/  log.jsonl  times.jsonl
                      head/  evaluation.json  curve.svg
 
-Every stage goes on where it was interrupted and is passed over when it is done. ``outrider train``
-calls it; stands above the stages and :mod:`outrider.training.loop`.
+Every stage goes on where it was interrupted and is passed over when it is done. Where several
+processes train together, the first one answers, captures, measures and exports; the others wait and
+read what it wrote. ``outrider train`` calls it; stands above the stages and
+:mod:`outrider.training.loop`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import datetime
 import json
 import platform
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -27,8 +30,11 @@ import outrider
 from outrider.bench.prompts import load_prompts
 from outrider.config import Method
 from outrider.errors import ParameterError, UnsupportedModelError
+from outrider.llm import LLM
 from outrider.models.architecture import DecoderConfig
 from outrider.models.loading import load
+from outrider.models.loading.cache import publish
+from outrider.models.loading.heads import LAYOUTS
 from outrider.models.loading.hub import DEFAULT_MODEL, resolve
 from outrider.models.machine import preferred_dtype
 from outrider.selfcheck import RECORDED_CHAIN
@@ -42,14 +48,23 @@ from outrider.training.data import (
     coverage,
     open_target,
     prepare_data,
+    read_prepared,
 )
+from outrider.training.distributed import ALONE, Processes, join_processes, world_size
 from outrider.training.estimate import Estimate, TrainingSizes, estimate
 from outrider.training.evaluate import evaluate, standard_settings
 from outrider.training.export import export_head
-from outrider.training.features import FeatureSource, LiveFeatures, capture_features
+from outrider.training.features import (
+    FeatureSource,
+    FeatureStore,
+    LiveFeatures,
+    capture_features,
+)
 from outrider.training.identity import TargetIdentity
+from outrider.training.log import writing
 from outrider.training.loop import LoopSettings, TrainingLoop, TrainingResult
 from outrider.training.losses import LossConfig
+from outrider.training.prompts import load_training_prompts
 from outrider.training.recipes import (
     DraftOptions,
     Eagle3Options,
@@ -63,8 +78,10 @@ from outrider.training.recipes import (
     default_layers,
     step_weights,
 )
+from outrider.training.recipes.draft import check_fit
 from outrider.training.responses import AnswerCounts
 from outrider.training.store import sole_writer
+from outrider.training.tensorboard import require_tensorboard
 from outrider.types import ProgressCallback
 from outrider.vocabulary import DraftVocabulary
 
@@ -96,7 +113,9 @@ class TrainSettings:
         fc_norm: EAGLE-3.1's norms before ``fc``.
         norm_output: EAGLE-3.1's normed feedback.
         features: ``disk`` or ``live``.
-        device: where the recipe trains; the target's own passes run on the CPU.
+        device: where the recipe trains; the target's own passes run on the CPU. Of several
+            processes on ``cuda``, each has a GPU of its own.
+        tensorboard: log for TensorBoard too, into the run folder.
         eval_prompts: measured on; None takes the bundled ones.
         eval_limit: most prompts of them; None takes all.
         eval_tokens: most tokens of each answer.
@@ -124,6 +143,7 @@ class TrainSettings:
     norm_output: bool = False
     features: Literal["disk", "live"] = "disk"
     device: str = "cpu"
+    tensorboard: bool = False
     eval_prompts: Path | None = None
     eval_limit: int | None = None
     eval_tokens: int = 128
@@ -132,10 +152,41 @@ class TrainSettings:
     self_contained: bool = False
 
     def __post_init__(self) -> None:
-        if self.features not in ("disk", "live"):
-            raise ParameterError(f"features: {self.features!r} is not one of disk, live")
-        if self.device != "cpu" and not torch.cuda.is_available():
-            raise ParameterError(f"device: {self.device!r} is not here; use cpu")
+        for name, allowed in (
+            ("features", ("disk", "live")),
+            ("loss_on", ("response", "all")),
+            ("init", ("target", "random")),
+            ("layout", LAYOUTS),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ParameterError(
+                    f"{name}: {getattr(self, name)!r} is not one of {', '.join(allowed)}"
+                )
+        for name, least in (
+            ("draft_vocab_size", 0),
+            ("mlp_size", 1),
+            ("eval_limit", 1),
+            ("eval_tokens", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ParameterError(
+                    f"{name}: {value} is below {least}; give a whole number from {least} on"
+                )
+        _check_device(self.device)
+        _check_layout(self)
+        if self.method is Method.DRAFT and self.num_steps not in (None, 1):
+            raise ParameterError(
+                f"num_steps: {self.num_steps}; a draft model is trained on one: leave it out"
+            )
+        room = self.data_settings.max_model_len
+        if self.eval_tokens >= room:
+            raise ParameterError(
+                f"eval_tokens: {self.eval_tokens} leaves no room for a prompt in a context of "
+                f"{room} tokens; lower it or raise max_model_len"
+            )
+        if self.tensorboard:
+            require_tensorboard()
         step_weights(self.method, self.num_steps, self.step_decay)
         LossConfig.parse(self.loss)
 
@@ -166,24 +217,33 @@ def train_head(
     on_progress: ProgressCallback | None = None,
     on_notice: Notice | None = None,
     on_estimate: Callable[[Estimate], None] | None = None,
-) -> RunResult:
+) -> RunResult | None:
     """All stages, from where an earlier run of the same command stopped.
+
+    None in a process that trained along, but leaves telling and writing to the first.
 
     Raises:
         OutriderError: as the stages; what was done before stays.
     """
-    notice = on_notice or (lambda _: None)
     with ExitStack() as held:
-        held.enter_context(sole_writer(settings.out))
-        run = _Run(settings, on_progress, notice)
-        data = run.answer()
-        run.choose(data)
-        plan = run.plan(data)
-        if on_estimate is not None:
-            on_estimate(plan)
-        plan.check()
-        trained = run.train(data, held)
-        return run.finish(data, trained)
+        processes = held.enter_context(join_processes(settings.device))
+        if processes.is_first:
+            held.enter_context(sole_writer(settings.out))
+            run = _Run(settings, on_progress, on_notice or _ignore, processes)
+        else:
+            run = _Run(settings, None, _ignore, processes)
+        with processes.first_alone():
+            data = run.answer()
+            run.choose(data)
+            if processes.is_first:
+                plan = run.plan(data)
+                if on_estimate is not None:
+                    on_estimate(plan)
+                plan.check()
+            features = run.features(data, held)
+        trained = run.train(data, features)
+        with processes.first_alone():
+            return run.finish(data, trained) if processes.is_first else None
 
 
 def answer_only(settings: TrainSettings, *, on_progress: ProgressCallback | None = None) -> str:
@@ -194,7 +254,12 @@ def answer_only(settings: TrainSettings, *, on_progress: ProgressCallback | None
     Raises:
         OutriderError: as the stages; what was answered stays.
     """
-    run = _Run(settings, on_progress, lambda _: None)
+    if world_size() > 1:
+        raise ParameterError(
+            "--only-answers: torchrun's processes would answer the same prompts; run one process "
+            "for each --part instead"
+        )
+    run = _Run(settings, on_progress, _ignore, ALONE)
     counts = run.answer_part()
     message = f"{counts.answered:,} prompts answered, {counts.tokens:,} tokens"
     if counts.waiting:
@@ -202,30 +267,53 @@ def answer_only(settings: TrainSettings, *, on_progress: ProgressCallback | None
     return message
 
 
+def _ignore(_: str) -> None:
+    """Tell nobody."""
+
+
 class _Run:
     """One run's target, options and folders, stage by stage."""
 
     def __init__(
-        self, settings: TrainSettings, on_progress: ProgressCallback | None, notice: Notice
+        self,
+        settings: TrainSettings,
+        on_progress: ProgressCallback | None,
+        notice: Notice,
+        processes: Processes,
     ) -> None:
         self._settings = settings
+        self._processes = processes
         self._on_progress = on_progress
         self._notice = notice
-        path = resolve(settings.model, pull=True, on_progress=on_progress)
-        checkpoint = load(path, on_progress=on_progress)
+        # Read before anything long begins, so that a wrong file is noticed now.
+        self._eval_prompts = load_prompts(settings.eval_prompts)
+        load_training_prompts(settings.data_settings.files)
+        self._path = resolve(settings.model, pull=True, on_progress=on_progress)
+        checkpoint = load(self._path, on_progress=on_progress)
         try:
             self.config = checkpoint.config
             self.identity = TargetIdentity.of(checkpoint, preferred_dtype())
             self.options = make_options(settings, self.config)
+            self._eos_ids = checkpoint.tokenizer.eos_ids
         finally:
             checkpoint.weights.close()
-        self._llm = open_target(settings.model, settings.data_settings, on_progress)
+        self._target: LLM | None = None
+        if processes.is_first or settings.features == "live":
+            self._target = open_target(settings.model, settings.data_settings, on_progress)
         self.vocabulary: DraftVocabulary | None = None
         self.coverage: float | None = None
+
+    @property
+    def _llm(self) -> LLM:
+        """The target, in a process that has to run it: it takes as much memory again in each."""
+        assert self._target is not None, "only the first process runs the target"
+        return self._target
 
     def answer(self) -> TrainingData:
         """Prompts and the target's answers."""
         settings = self._settings
+        if not self._processes.is_first:
+            return read_prepared(settings.data_folder, settings.data_settings)
         data = prepare_data(
             self._llm,
             settings.data_folder,
@@ -258,7 +346,7 @@ class _Run:
         size = vocabulary_size(self._settings, self.config)
         if size is None:
             return
-        eos = [id_ for id_ in self._llm.tokenizer.eos_ids if id_ < self.config.vocab_size]
+        eos = [id_ for id_ in self._eos_ids if id_ < self.config.vocab_size]
         self.vocabulary = choose_vocabulary(data.responses, size, self.config.vocab_size, eos)
         self.coverage = coverage(self.vocabulary, data.held_out)
         self._notice(
@@ -292,10 +380,12 @@ class _Run:
             device=settings.device,
         )
 
-    def train(self, data: TrainingData, held: ExitStack) -> tuple[Recipe, TrainingResult]:
-        """Features, then the loop."""
+    def train(
+        self, data: TrainingData, features: tuple[FeatureSource, FeatureSource]
+    ) -> tuple[Recipe, TrainingResult]:
+        """The loop."""
         settings = self._settings
-        learnt, held_out = self._features(data, held)
+        learnt, held_out = features
         recipe = self._recipe()
         loop = TrainingLoop(
             recipe,
@@ -305,7 +395,9 @@ class _Run:
             settings.loop,
             about=self._about(data),
             on_progress=self._on_progress,
-            on_skip=lambda folder, why: self._notice(f"{folder.name} passed over: {why}"),
+            on_skip=lambda folder, why: self._notice(f"{folder.name} is not whole: {why}"),
+            processes=self._processes,
+            tensorboard=settings.tensorboard,
         )
         return recipe, loop.run()
 
@@ -320,32 +412,41 @@ class _Run:
         _write_json(settings.out / EVALUATION, report.to_json())
         manifest["acceptance_length"] = measured_lengths(report)
         self._export(recipe, folder, manifest, recorded_chain(report))
+        _write_json(settings.out / RUN, {"schema_version": SCHEMA_VERSION, **manifest})
         return RunResult(folder, result, report, self.coverage, manifest)
 
-    def _features(self, data: TrainingData, held: ExitStack) -> tuple[FeatureSource, FeatureSource]:
+    def features(self, data: TrainingData, held: ExitStack) -> tuple[FeatureSource, FeatureSource]:
         """The target's states of what is learnt from, and of what is held out."""
         options = self.options
         captures = options.capture_layers if isinstance(options, Eagle3Options) else ()
-        target, folder = self._llm.target, self._settings.data_folder / FEATURES
+        folder = self._settings.data_folder / FEATURES
         if self._settings.features == "live":
+            target = self._llm.target
             return (
                 LiveFeatures(target, data.responses, captures),
                 LiveFeatures(target, data.held_out, captures),
             )
-        sources = []
         # Both in one call: each must find the other's shards sound, not superfluous.
         both = [*data.responses, *data.held_out]
-        store = capture_features(
-            target, both, captures, folder, self.identity, on_progress=self._on_progress
-        )
+        if self._processes.is_first:
+            store = capture_features(
+                self._llm.target,
+                both,
+                captures,
+                folder,
+                self.identity,
+                on_progress=self._on_progress,
+            )
+        else:  # the first has just checked the shards
+            ids = [response.id for response in both]
+            store = FeatureStore(folder, captures, ids, is_verified=True)
         held.callback(store.close)
         cut = len(data.responses)
-        sources = [_Part(store, range(cut)), _Part(store, range(cut, len(both)))]
-        return sources[0], sources[1]
+        return _Part(store, range(cut)), _Part(store, range(cut, len(both)))
 
     def _recipe(self) -> Recipe:
         settings = self._settings
-        checkpoint = load(self._llm.files.path)
+        checkpoint = load(self._path)
         try:
             ends = TargetEnds.of(
                 self.config,
@@ -424,7 +525,7 @@ class _Run:
 
     def _measure(self, folder: Path) -> EvaluationReport:
         settings = self._settings
-        prompts = load_prompts(settings.eval_prompts)
+        prompts = self._eval_prompts
         if settings.eval_limit is not None and settings.eval_limit < len(prompts):
             stride = len(prompts) / settings.eval_limit  # all over the file, so of all categories
             prompts = [prompts[int(i * stride)] for i in range(settings.eval_limit)]
@@ -480,7 +581,9 @@ def make_options(settings: TrainSettings, config: DecoderConfig) -> Options:
     if method is Method.MEDUSA:
         return MedusaOptions()
     layers = settings.layers or default_layers(config.num_layers)
-    return DraftOptions(layers=layers, mlp_size=settings.mlp_size)
+    draft = DraftOptions(layers=layers, mlp_size=settings.mlp_size)
+    check_fit(draft, config)
+    return draft
 
 
 def capture_layers(num_layers: int) -> tuple[int, ...]:
@@ -515,5 +618,38 @@ def recorded_chain(report: EvaluationReport) -> float | None:
     return None
 
 
+def _check_device(device: str) -> None:
+    """Refuse what torch does not find on this machine."""
+    match = re.fullmatch(r"cpu|cuda(?::(\d{1,4}))?", device)
+    if match is None:
+        raise ParameterError(f"device: {device!r} is not one of cpu, cuda, cuda:N")
+    count = torch.cuda.device_count()
+    if device != "cpu" and int(match[1] or 0) >= count:
+        raise ParameterError(
+            f"device: {device!r} is not here: torch finds {count} CUDA devices; use cpu"
+        )
+
+
+def _check_layout(settings: TrainSettings) -> None:
+    """Refuse an EAGLE-3 head that its layout has no words for, before it is trained."""
+    if settings.method is not Method.EAGLE3 or settings.layout != "safeailab":
+        return
+    unfit = {
+        "fc_norm": settings.fc_norm,
+        "norm_output": settings.norm_output,
+        "the target's output head (train_head or self_contained would do)": not (
+            settings.train_head or settings.self_contained
+        ),
+    }
+    found = [what for what, is_there in unfit.items() if is_there]
+    if found:
+        raise ParameterError(
+            f"layout: 'safeailab' cannot express {', '.join(found)}; use layout speculators"
+        )
+
+
 def _write_json(path: Path, document: dict[str, Any]) -> None:
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    partial = path.with_name(f".{path.name}.partial")
+    with writing(path):
+        partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        publish(partial, path)

@@ -375,11 +375,11 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Continue the generators where :func:`random_state` saw them."""
+    """Continue the generators where :func:`random_state` saw them; GPUs as far as there are any."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    for device, saved in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+        torch.cuda.set_rng_state(saved, device)
 
 
 def _encode(value: Any, tensors: dict[str, Tensor], name: str) -> Any:

@@ -70,7 +70,11 @@ class DraftRecipe(Recipe):
         objective: Objective,
         options: DraftOptions,
     ) -> None:
-        _check(options, objective, target.config)
+        if objective.num_steps != 1:
+            raise ParameterError(
+                f"step_weights: {objective.num_steps} of them; a draft model is trained on one step"
+            )
+        check_fit(options, target.config)
         super().__init__(target, objective, ahead=AHEAD)
         config, layers = target.config, options.layers
         self._config = replace(
@@ -125,11 +129,12 @@ class DraftRecipe(Recipe):
         return count_unbroken(along(is_tested_SP[0])), count_unbroken(along(is_hit_SP[0]))
 
 
-def _check(options: DraftOptions, objective: Objective, config: DecoderConfig) -> None:
-    if objective.num_steps != 1:
-        raise ParameterError(
-            f"step_weights: {objective.num_steps} of them; a draft model is trained on one step"
-        )
+def check_fit(options: DraftOptions, config: DecoderConfig) -> None:
+    """Refuse what the target does not have.
+
+    Raises:
+        ParameterError: layers that are not the target's, or more MLP units than it has.
+    """
     layers = options.layers
     is_choice = bool(layers) and list(layers) == sorted(set(layers))
     if not is_choice or layers[0] < 0 or layers[-1] >= config.num_layers:

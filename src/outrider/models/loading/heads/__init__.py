@@ -20,6 +20,7 @@
     complete                        what a head takes from its target, put in
     write, write_others             EAGLE-3; MTP and MEDUSA
     folder, hf_fields               whole folders or none; config.json
+    shipped                         the heads in the package, by target
 
 Where layouts differ in what the same field means, the translation is written down in
 ``LoadedHead.conventions``. Names, shapes, sizes and the vocabulary map are checked before a weight
@@ -40,6 +41,7 @@ from outrider.models.loading.heads.folder import HeadFiles
 from outrider.models.loading.heads.load import is_draft_model, load_head
 from outrider.models.loading.heads.loaded import LoadedHead
 from outrider.models.loading.heads.mtp import has_mtp, load_mtp
+from outrider.models.loading.heads.shipped import ShippedHead, shipped_head, shipped_heads
 from outrider.models.loading.heads.write import LAYOUTS, eagle3_files, write_eagle3
 from outrider.models.loading.heads.write_others import medusa_files, mtp_files
 
@@ -47,6 +49,7 @@ __all__ = [
     "LAYOUTS",
     "HeadFiles",
     "LoadedHead",
+    "ShippedHead",
     "check_tokenizer",
     "completed",
     "draft_model_files",
@@ -60,5 +63,7 @@ __all__ = [
     "mtp_files",
     "recorded_acceptance",
     "shares_ends",
+    "shipped_head",
+    "shipped_heads",
     "write_eagle3",
 ]

@@ -5,7 +5,7 @@ own. Heads of every option are exported for a tiny target, loaded there, and its
 with those of our drafting, at the first step and at the steps that feed the head its own output::
 
     python3 -m venv /tmp/peer && /tmp/peer/bin/pip install speculators
-    python -m tests.peers.check_speculators --peer /tmp/peer/bin/python
+    python -m tests.interop.check_speculators --peer PEER/bin/python
 
 Prints one line per head and fails on the first difference.
 """
@@ -62,7 +62,7 @@ def main() -> int:
         work = Path(name)
         model = write_hf_checkpoint(work / "model", num_layers=7, tied=True)
         checkpoint = load(model)
-        target = TargetFiles(model, checkpoint.config, checkpoint.tokenizer)
+        target = TargetFiles.of(model, checkpoint)
         decoder = Decoder(checkpoint.config, checkpoint.weights, dtype=torch.float32, policies=None)
         ours = {name: prepare(work, name, target, decoder) for name in OPTIONS}
         script = Path(__file__).with_name("speculators_logits.py")
