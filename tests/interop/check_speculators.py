@@ -4,7 +4,7 @@
 own. Heads of every option are exported for a tiny target, loaded there, and its logits are compared
 with those of our drafting, at the first step and at the steps that feed the head its own output::
 
-    python3 -m venv /tmp/peer && /tmp/peer/bin/pip install speculators
+    python3 -m venv PEER && PEER/bin/pip install speculators
     python -m tests.interop.check_speculators --peer PEER/bin/python
 
 Prints one line per head and fails on the first difference.

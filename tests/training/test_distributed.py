@@ -20,7 +20,6 @@ from outrider.training.log import LOG, read_log
 from outrider.training.loop import CHECKPOINTS, LoopSettings, TrainingLoop
 from outrider.training.run import TrainSettings, answer_only
 from outrider.training.store import latest_valid, load_state, sole_writer
-from tests.training.tiny_training import tiny_sequences, tiny_target
 from tests.training.training_process import (
     OPTIONS,
     Sequences,
@@ -126,7 +125,7 @@ def test_batches_of_a_step_count_by_their_rows(tmp_path):
     shapes, ends = ((38, 3), (9, 5), (17, 4)), []
     for changes in ({"tokens_per_batch": 64}, {"tokens_per_batch": 40, "batches_per_step": 2}):
         recipe = recipe_of(Method.MEDUSA)
-        features = Sequences(tiny_sequences(tiny_target(), shapes=shapes))
+        features = Sequences(shapes)
         folder = tmp_path / str(len(ends))
         loop = TrainingLoop(
             recipe,

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -618,9 +619,8 @@ def test_the_curve_shows_what_the_log_says(undisturbed, tmp_path):
     drawn = path.read_bytes()
     draw_curve([], [], path, title="nothing yet")
 
-    assert b"<svg" in drawn
-    assert b"acceptance length" in drawn or drawn.count(b"<path") > 50
-    assert drawn != path.read_bytes()
+    assert ElementTree.fromstring(drawn).tag.endswith("svg")
+    assert drawn.count(b"<path") > path.read_bytes().count(b"<path")
     assert [path] == list(tmp_path.iterdir())
 
 

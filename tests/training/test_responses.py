@@ -32,6 +32,7 @@ from outrider.training.responses import (
 from tests.tiny import write_hf_checkpoint
 
 SCALE = 0.08  # of the weights: some greedy answers fall into a loop, some do not
+BATCH = 3
 SETTINGS = ResponseSettings(max_tokens=64)
 PROMPTS = [
     TrainingPrompt("a", "qa", ("The outrider left",)),
@@ -52,7 +53,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUTRIDER_CACHE", str(folder / "cache"))
         model = write_hf_checkpoint(folder / "tiny", scale=SCALE)
-        engine = EngineConfig(max_batch_size=3, dtype="float32", self_test="off")
+        engine = EngineConfig(max_batch_size=BATCH, dtype="float32", self_test="off")
         yield LLM(model, speculation=SpeculationConfig(method=Method.OFF), engine=engine)
 
 
@@ -131,18 +132,18 @@ def test_passages_are_earlier_answers_in_their_places(llm, answered):
 
 
 def test_an_opener_is_completed_by_the_target_and_then_answered(llm, answered):
-    text = llm.tokenizer.decode(answered["d"].prompt_ids, skip_special_tokens=False)
-    before, _, rest = text.partition("def area(")
     start = llm.tokenizer.encode("<|im_start|>user\ndef area(", add_special_tokens=False)
     params = replace(
         SETTINGS.params("d"), temperature=TURN_TEMPERATURE, max_tokens=TURN_TOKENS, choice=1
     )
-    (turn,) = llm.generate([start], params)
-    said = llm.tokenizer.decode(turn.token_ids)
+    (completion,) = llm.generate([start], params)
+    said, _ = responses._without_loop(completion)
+    text = ("def area(" + llm.tokenizer.decode(said)).strip()
 
-    assert "<|im_start|>user\n" == before
-    assert rest
-    assert rest.startswith(said.rstrip()[:8])
+    assert len(text) > len("def area(")
+    assert answered["d"].prompt_ids == tuple(
+        llm.tokenizer.encode_chat([{"role": "user", "content": text}])
+    )
 
 
 def test_loops_are_cut_where_they_begin(llm, answered):
@@ -276,7 +277,7 @@ def test_a_prompt_without_room_for_an_answer_is_counted(llm, tmp_path):
 def test_enough_tokens_end_the_stage(llm, answered, tmp_path):
     wanted = 100
     counts = answer_prompts(llm, PROMPTS, tmp_path, SETTINGS, max_tokens=wanted)
-    most = wanted + llm.max_batch_size * SETTINGS.max_tokens
+    most = wanted + BATCH * SETTINGS.max_tokens
 
     assert wanted <= counts.tokens <= most
     assert counts.tokens == tokens_of(read_responses(tmp_path)) < tokens_of(answered)
@@ -377,7 +378,7 @@ def test_jobs_are_read_as_rows_become_free_and_may_never_end(llm):
     runs = llm.generate_each(endless())
     for _ in range(10):
         next(runs)
-        assert taken <= 10 + llm.max_batch_size
+        assert taken <= 10 + BATCH
     runs.close()
 
     assert not llm._engine.has_work

@@ -7,6 +7,8 @@ the checkpoint that is there, if any.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,18 +54,24 @@ SETTINGS: dict[str, Any] = {
     "learning_rate": 3e-3,
     "log_every": 3,
     "validate_every": 4,
-    "checkpoint_every": 1,
+    "checkpoint_every": 4,
     "keep": 100,
     "autocast": False,
 }
 
 
 class Sequences:
-    """Sequences in memory."""
+    """Sequences in memory, their states in float64."""
 
-    def __init__(self, sequences: list[TrainingSequence]) -> None:
-        self._sequences = sequences
-        self.lengths = [len(sequence.token_ids) for sequence in sequences]
+    def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
+        self._sequences = [
+            replace(
+                sequence, states_TC=sequence.states_TC.double(), final_TD=sequence.final_TD.double()
+            )
+            for sequence in tiny_sequences(tiny_target(), shapes=shapes)
+            if sequence.states_TC is not None
+        ]
+        self.lengths = [length for length, _ in shapes]
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -87,8 +95,8 @@ def train(
     recipe = recipe_of(method)
     loop = TrainingLoop(
         recipe,
-        Sequences(tiny_sequences(tiny_target(), shapes=LEARNT)),
-        Sequences(tiny_sequences(tiny_target(), shapes=HELD_OUT)),
+        Sequences(LEARNT),
+        Sequences(HELD_OUT),
         folder,
         LoopSettings(**{**SETTINGS, "batches_per_step": 2, **changes}),
         about={"method": method.value},

@@ -360,7 +360,8 @@ class _Run:
         count = len(data.responses) + len(data.held_out)
         options = self.options
         sizes = TrainingSizes(
-            num_captures=len(options.capture_layers) if isinstance(options, Eagle3Options) else 0,
+            # The other methods read the final state alone, whatever stands here.
+            num_captures=len(options.capture_layers) if isinstance(options, Eagle3Options) else 1,
             num_steps=len(step_weights(settings.method, settings.num_steps, settings.step_decay)),
             draft_vocab_size=None if self.vocabulary is None else self.vocabulary.size,
             trains_head=settings.train_head,
