@@ -24,7 +24,7 @@ $(READY): pyproject.toml constraints.txt
 model: $(READY)
 	@$(BIN)/outrider models pull smollm2-135m-instruct
 
-demo: model  ## plain and speculative decoding side by side on the embedded model
+demo: model  ## plain decoding and every way to draft side by side (3 to 5 minutes)
 	@$(BIN)/outrider demo
 
 test: model  ## the tests (under 15 minutes on 2 cores)

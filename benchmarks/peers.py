@@ -30,14 +30,8 @@ from outrider import LLM, EngineConfig, Method, OutriderError, SamplingParams, S
 from outrider.bench.prompts import Prompt, load_prompts, prompt_set_hash
 from outrider.bench.statistics import RatioInterval, ratio_interval
 from outrider.commands.console import Stages, error, format_bytes, note, print_json, stdout, table
-from outrider.commands.demo import (
-    ALL,
-    REPEATING,
-    REPEATING_CATEGORIES,
-    REST,
-    peak_memory,
-    prompt_ids,
-)
+from outrider.commands.demo import peak_memory, prompt_ids
+from outrider.commands.demo_figures import ALL, REPEATING, REPEATING_CATEGORIES, REST
 from outrider.models.loading.hub import DEFAULT_MODEL, resolve
 
 SCHEMA_VERSION = 1

@@ -5,10 +5,12 @@ Its clock is the script: every answer says how long it took, so rates and ratios
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from outrider.config import Method, SamplingParams, SpeculationConfig
+from outrider.models.memory import MemoryPlan
 from outrider.types import (
     Completion,
     FinishReason,
@@ -26,6 +28,7 @@ class FakeTokenizer:
 
     vocab_size = 0x110000
     eos_ids = frozenset({0})
+    fingerprint = "fake tokenizer"
 
     def __init__(self, *, has_chat_template: bool = True) -> None:
         self.has_chat_template = has_chat_template
@@ -48,11 +51,21 @@ class FakeFingerprint:
         return {"model": "fake", "level": self.level}
 
 
+@dataclass(frozen=True)
+class FakeFiles:
+    """A target that no head ships for, unless a test ships one for these hashes."""
+
+    tokenizer: FakeTokenizer
+    path: Path = Path("fake.gguf")  # which cannot hold an mtp module
+    weights_hash: str = "fake weights"
+
+
 @dataclass
 class FakeLLM:
     """Answers with ``answers[i]`` to the i-th request, then repeats the last one.
 
-    The speculative arm emits ``speed`` tokens per verify step and takes ``1 / speed`` of the time.
+    The speculative arm emits ``speed`` tokens per verify step and takes ``1 / speed`` of the time;
+    ``speeds`` has those of methods that differ.
     With ``draft_cost``, each of its steps had one draft pass, of that share of a target pass.
     ``before_chunk`` is called with the chunk's index while an answer streams.
     """
@@ -63,6 +76,9 @@ class FakeLLM:
     max_model_len: int = 2048
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     fingerprint: FakeFingerprint = field(default_factory=FakeFingerprint)
+    speeds: Mapping[Method, float] = field(default_factory=dict)
+    memory_plan: MemoryPlan = field(default_factory=lambda: MemoryPlan((), None))
+    warnings: tuple[str, ...] = ()
     error: str | None = None
     draft_cost: float = 0.0
     before_chunk: Callable[[int], None] = lambda _: None
@@ -71,16 +87,12 @@ class FakeLLM:
     log: list[str] = field(default_factory=list)
     num_closed: int = 0
 
+    @property
+    def files(self) -> FakeFiles:
+        return FakeFiles(self.tokenizer)
+
     def with_speculation(self, speculation: SpeculationConfig) -> FakeLLM:
-        return FakeLLM(
-            self.answers,
-            speculation,
-            self.speed,
-            self.max_model_len,
-            self.tokenizer,
-            self.fingerprint,
-            log=self.log,
-        )
+        return replace(self, speculation=speculation, prompts=[], params=[], num_closed=0)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams
@@ -105,15 +117,16 @@ class FakeLLM:
 
     def _complete(self, ids: list[int], params: SamplingParams) -> Completion:
         is_plain = self.speculation.method is Method.OFF
-        self.log.append("plain" if is_plain else "speculative")
+        self.log.append(self.speculation.method.value)
         self.prompts.append(ids)
         self.params.append(params)
         text = self.answers[min(len(self.prompts), len(self.answers)) - 1][: params.max_tokens]
         later = max(0, len(text) - 1)
+        speed = self.speeds.get(self.speculation.method, self.speed)
         stats = SpeculationStats()
         if not is_plain and later:
             stats = SpeculationStats(later // 2, later, later // 2, [later // 2])
-        decode_s = later * PLAIN_S_PER_TOKEN / (1.0 if is_plain else self.speed)
+        decode_s = later * PLAIN_S_PER_TOKEN / (1.0 if is_plain else speed)
         draft_s = decode_s * self.draft_cost
         num_passes = stats.verify_steps if self.draft_cost else 0
         return Completion(

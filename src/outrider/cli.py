@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -381,31 +382,52 @@ def train(
 @app.command
 def demo(
     *,
-    minutes: float = 3.0,
+    methods: Annotated[
+        str | None,
+        Parameter(
+            help="Comma-separated, such as ngram,draft,medusa-tree,eagle3-tree+ngram. Without it: "
+            "n-gram, and the best shape of every head there is."
+        ),
+    ] = None,
+    head: Annotated[list[str] | None, Parameter(negative="")] = None,
+    minutes: float | None = None,
     max_tokens: Whole = 96,
     json: Flag = False,
     engine: EngineOptions = EngineOptions(),  # noqa: B008
 ) -> int:
-    """Measure n-gram speculation against plain decoding on the bundled prompts.
+    """Measure every way to draft against plain decoding on the bundled prompts.
 
     Parameters
     ----------
+    head
+        METHOD=DIR, a head that does not ship for the model; may be repeated.
     minutes
-        Time to spend measuring; decides how many prompts are run.
+        Time to spend measuring; decides how many prompts are run. Without it: 3, with several
+        methods 5.
     max_tokens
         Most tokens per answer.
     json
-        Print one JSON document instead of the table.
+        Print one JSON document instead of the tables.
     """
     from outrider.bench.prompts import load_prompts
-    from outrider.commands.demo import DemoSettings, run
+    from outrider.commands import demo as measuring
+    from outrider.commands.demo_arms import open_arms, parse_heads, parse_methods
     from outrider.commands.demo_report import Display, print_result, to_json
 
-    settings = DemoSettings(minutes=minutes, max_tokens=max_tokens)
+    settings = measuring.DemoSettings(
+        minutes=measuring.MINUTES if minutes is None else minutes, max_tokens=max_tokens
+    )
+    asked, heads = parse_methods(methods), parse_heads(head or ())
     prompts = load_prompts()
-    llm = open_llm(engine, SpeculationOptions(method="ngram"))
+    llm = open_llm(engine, SpeculationOptions(method="off"))
+    arms = open_arms(llm, asked, heads)
+    for arm in arms:
+        for warning in arm.llm.warnings:
+            console.note(f"warning: {arm.name}: {warning}")
+    if minutes is None and len(arms) > 1:
+        settings = replace(settings, minutes=measuring.MINUTES_OF_SEVERAL)
     with Display() as display:
-        result = run(llm, prompts, settings, display)
+        result = measuring.run(llm, arms, prompts, settings, on_progress=display)
     if json:
         console.print_json(to_json(result))
     else:

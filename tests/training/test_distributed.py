@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -14,17 +15,20 @@ import torch
 
 from outrider.config import Method
 from outrider.errors import CheckpointError, ParameterError
+from outrider.training import data as data_module
 from outrider.training import distributed
 from outrider.training.distributed import ALONE, Processes, join_processes, world_size
 from outrider.training.log import LOG, read_log
 from outrider.training.loop import CHECKPOINTS, LoopSettings, TrainingLoop
-from outrider.training.run import TrainSettings, answer_only
-from outrider.training.store import latest_valid, load_state, sole_writer
+from outrider.training.run import EVALUATION, HEAD, TrainSettings, answer_only
+from outrider.training.store import latest_valid, load_state, sole_writer, verify_folder
+from tests.tiny import write_hf_checkpoint
 from tests.training.training_process import (
     OPTIONS,
     Sequences,
     recipe_of,
     train,
+    train_whole,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -46,19 +50,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train(root / "alone" / method, method)
         (root / "two" / method).mkdir(parents=True)
         half_a_run(root / "alone" / method, root / "two" / f"{method}-resumed")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launch("loops", root / "two")
+    return root
+
+
+def launch(what: str, *folders: Path) -> None:
+    """Have torchrun start two processes, and wait for their end."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*launch, "-m", "tests.training.training_process", str(root / "two")],
+        [*torchrun, "-m", "tests.training.training_process", what, *map(str, folders)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
         check=False,
     )
 
     assert done.returncode == 0, done.stderr[-4000:]
-    return root
 
 
 def assert_same_end(expected: Path, folder: Path) -> None:
@@ -142,6 +151,37 @@ def test_batches_of_a_step_count_by_their_rows(tmp_path):
         assert steps == 3
     for name, tensor in ends[0].items():
         torch.testing.assert_close(ends[1][name], tensor, atol=1e-7, rtol=0)
+
+
+def test_two_processes_run_all_stages_and_the_first_alone_tells(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    for name in ("MIN_TOKENS", "HELD_OUT"):  # the run sets them; they are put back afterwards
+        monkeypatch.setattr(data_module, name, getattr(data_module, name))
+    write_hf_checkpoint(tmp_path / "model", scale=0.15, num_layers=4)
+    for name in ("prompts", "eval"):
+        count = 16 if name == "prompts" else 2
+        rows = [
+            {"id": f"{name}{i}", "category": "road", "prompt": f"Where does road {i} go?"}
+            for i in range(count)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    alone, two = tmp_path / "alone", tmp_path / "two"
+    result = train_whole(tmp_path, alone)
+    launch("run", tmp_path, two)
+    before, after = read_log(alone / LOG), read_log(two / LOG)
+
+    assert result is not None
+    assert ["True", "False"] == [(two / f"told-{rank}").read_text() for rank in range(2)]
+    assert (alone / "data" / "responses.jsonl").read_bytes() == (
+        two / "data" / "responses.jsonl"
+    ).read_bytes()
+    assert len(before) == len(after) == result.training.steps + 1
+    for one, other in zip(before, after, strict=True):
+        assert one.keys() == other.keys()
+        if "losses" in one:
+            assert pytest.approx(one["losses"], rel=1e-3) == other["losses"]
+    assert {HEAD, EVALUATION} <= {path.name for path in two.iterdir()}
+    assert verify_folder(two / HEAD).meta["training"]["steps"] == result.training.steps
 
 
 def test_every_process_computes_as_often_and_each_item_counts_once():

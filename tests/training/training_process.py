@@ -1,11 +1,13 @@
 """What ``torchrun`` starts in the tests: several tiny runs, one after the other, over processes.
 
-Arguments: a folder. Each of its sub-folders that is named after a case is trained to the end, from
-the checkpoint that is there, if any.
+Arguments: ``loops`` and a folder, each of whose sub-folders is named after a method and trained in
+to the end, from the checkpoint that is there, if any; or ``run``, a folder with a model and
+prompts, and a run folder: all stages.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +17,8 @@ from typing import Any
 import torch
 
 from outrider.config import Method
+from outrider.training import data as data_module
+from outrider.training.data import DataSettings
 from outrider.training.distributed import ALONE, Processes, join_processes
 from outrider.training.loop import LoopSettings, TrainingLoop, TrainingResult
 from outrider.training.packing import TrainingSequence
@@ -27,6 +31,8 @@ from outrider.training.recipes import (
     Recipe,
     create_recipe,
 )
+from outrider.training.responses import ResponseSettings
+from outrider.training.run import RunResult, TrainSettings, train_head
 from outrider.training.store import sole_writer
 from tests.models import random_weights
 from tests.training.tiny_training import (
@@ -108,8 +114,7 @@ def train(
         return recipe, loop.run()
 
 
-def main(root: Path) -> None:
-    torch.set_num_threads(1)
+def train_loops(root: Path) -> None:
     with join_processes("cpu") as processes:
         for folder in sorted(root.iterdir()):
             recipe, result = train(folder, Method(folder.name.partition("-")[0]), processes)
@@ -118,5 +123,36 @@ def main(root: Path) -> None:
             (folder / f"rank-{processes.rank}.txt").write_text(text)
 
 
+def train_whole(place: Path, out: Path) -> RunResult | None:
+    """All stages of a tiny run; its limits on data are those of a test."""
+    data_module.MIN_TOKENS, data_module.HELD_OUT = 100, 4
+    settings = TrainSettings(
+        method=Method.EAGLE3,
+        out=out,
+        model=str(place / "model"),
+        data_settings=DataSettings(
+            files=(place / "prompts.jsonl",),
+            responses=ResponseSettings(max_tokens=16),
+            batch_size=8,
+            max_model_len=128,
+            threads=1,
+        ),
+        loop=LoopSettings(
+            epochs=2, tokens_per_batch=128, batches_per_step=2, log_every=1, autocast=False
+        ),
+        draft_vocab_size=100,
+        eval_prompts=place / "eval.jsonl",
+        eval_tokens=8,
+    )
+    result = train_head(settings)
+    (out / f"told-{os.environ.get('RANK', 'alone')}").write_text(str(result is not None))
+    return result
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    torch.set_num_threads(1)
+    folders = [Path(folder) for folder in sys.argv[2:]]
+    if sys.argv[1] == "loops":
+        train_loops(*folders)
+    else:
+        train_whole(*folders)

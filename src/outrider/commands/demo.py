@@ -1,13 +1,20 @@
-"""The demonstration: plain decoding and speculation, prompt by prompt, and what came of it.
+"""The demonstration: plain decoding and every way to draft, prompt by prompt, and what came of it.
 
-Owns the choice of prompts, the interleaving, and the figures; the model comes in as an argument.
-:mod:`outrider.cli` runs it (``make demo``) and prints what ``demo_report`` makes of it.
+Owns the choice of prompts, the interleaving and the time; the model and the arms come in as
+arguments. :mod:`outrider.cli` runs it (``make demo``)::
 
-Both arms share one set of weights. Each prompt is answered four times, greedy and sampled, plain
-and speculative, in an order that alternates (ABBA), so that a machine that drifts favours neither::
+    demo_arms      what there is to measure
+    demo           pairs of answers
+    demo_figures   rates and ratios of them
+    demo_report    tables, verdict, JSON
 
-    prompt 0   greedy: plain, speculative     sampled: speculative, plain
-    prompt 1   greedy: speculative, plain     sampled: plain, speculative
+All arms share one set of weights. Each prompt is answered by every arm, greedy and sampled, in an
+order that turns from prompt to prompt and is mirrored between the two modes, so that a machine that
+drifts favours none. With plain decoding and two methods::
+
+    prompt 0   greedy: plain, A, B     sampled: B, A, plain
+    prompt 1   greedy: A, B, plain     sampled: plain, B, A
+    prompt 2   greedy: B, plain, A     sampled: A, plain, B
 
 Rates count the tokens after the first step over the time from the first step to the last; the ratio
 is taken per prompt, so prompts of different lengths weigh the same.
@@ -20,25 +27,26 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import outrider
 from outrider.bench.prompts import Prompt, prompt_set_hash
-from outrider.bench.statistics import RatioInterval, ratio_interval
-from outrider.config import Method, SamplingParams, SpeculationConfig
+from outrider.commands.demo_arms import Arm
+from outrider.commands.demo_figures import REPEATING_CATEGORIES, DemoResult, Pair, total_rate
+from outrider.config import SamplingParams
 from outrider.errors import ParameterError
 from outrider.models.loading.tokenizer import encode_prompt
-from outrider.types import Completion, SpeculationStats
+from outrider.types import Completion
 
 if TYPE_CHECKING:
     from outrider.llm import LLM
 
-SCHEMA_VERSION = 1
-REPEATING_CATEGORIES = frozenset({"code-edit", "answer", "rewrite", "summarize"})
-REPEATING, REST, ALL = "repeats input", "rest", "all"
-GROUPS = (REPEATING, REST, ALL)
+SCHEMA_VERSION = 2
+PLAIN = "plain"
+MINUTES, MINUTES_OF_SEVERAL = 3.0, 5.0  # to measure one method, and more than one
+MIN_PROMPTS = 4  # measured however little time there is: two that repeat their input, two others
 OVERRUN = 1.15  # the share of the planned time at which no further round is begun
 
 
@@ -50,7 +58,7 @@ class DemoSettings:
         ParameterError: a value is out of range.
     """
 
-    minutes: float = 3.0
+    minutes: float = MINUTES
     max_tokens: int = 96
     temperature: float = 0.8
     seed: int = 1
@@ -73,131 +81,57 @@ class DemoSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """One prompt answered by both arms with the same sampling settings."""
-
-    prompt_id: str
-    category: str
-    mode: str
-    plain: Completion
-    speculative: Completion
-
-    @property
-    def group(self) -> str:
-        """Whether the answer is expected to repeat parts of its prompt."""
-        return REPEATING if self.category in REPEATING_CATEGORIES else REST
-
-    @property
-    def is_same(self) -> bool:
-        """Same tokens, text and end, and no error on either side."""
-        plain, other = self.plain, self.speculative
-        return (
-            plain.token_ids == other.token_ids
-            and plain.text == other.text
-            and plain.finish_reason == other.finish_reason
-            and plain.error is None
-            and other.error is None
-        )
-
-    @property
-    def total_s(self) -> float:
-        """Time both answers took, prompts included."""
-        return self.plain.timing.total_s + self.speculative.timing.total_s
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The figures of one sampling mode and group of prompts; None where there is nothing to divide.
-
-    Rates are tokens per second over all answers of the group; ``ratio`` is speculative over plain.
-    """
-
-    mode: str
-    group: str
-    num_pairs: int
-    num_same: int
-    plain_rate: float | None
-    speculative_rate: float | None
-    ratio: RatioInterval | None
-    acceptance_length: float
-
-
-@dataclass(frozen=True, slots=True)
 class Progress:
-    """What a display may show between two pairs."""
+    """What a display may show between two prompts; ``rates`` are tokens per second by arm."""
 
     num_done: int
     num_pairs: int
     next_prompt: Prompt | None
-    last_pair: Pair | None
-    plain_rate: float | None
-    speculative_rate: float | None
+    rates: tuple[tuple[str, float | None], ...]
     left_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class DemoResult:
-    """Everything that was measured, with its conditions."""
-
-    pairs: tuple[Pair, ...]
-    conditions: dict[str, Any]
-    elapsed_s: float
-    peak_memory_bytes: int
-
-    @property
-    def rows(self) -> list[Row]:
-        """One row per sampling mode and group, in the table's order."""
-        modes = list(dict.fromkeys(pair.mode for pair in self.pairs))
-        return [summarise(self.pairs, mode, group) for mode in modes for group in GROUPS]
-
-    @property
-    def differing(self) -> list[Pair]:
-        """The pairs whose two answers are not the same."""
-        return [pair for pair in self.pairs if not pair.is_same]
-
-    @property
-    def is_lossless(self) -> bool:
-        """Every text was the same with and without speculation."""
-        return not self.differing
 
 
 def run(
     llm: LLM,
+    methods: Sequence[Arm],
     prompts: Sequence[Prompt],
     settings: DemoSettings,
+    *,
     on_progress: Callable[[Progress], None] = lambda _: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> DemoResult:
-    """Answer a balanced choice of prompts with both arms and collect the figures.
+    """Answer a balanced choice of prompts with every arm and collect the figures.
 
-    ``llm`` speculates; the plain arm shares its weights. ``on_progress`` is called between pairs,
-    never while an answer is timed.
+    ``llm`` decodes plainly, and every method is compared with it. ``on_progress`` is called between
+    prompts, never while an answer is timed.
 
     Raises:
         ParameterError: no prompt fits the model's context together with ``max_tokens``.
     """
     started = clock()
-    arms = (llm.with_speculation(SpeculationConfig(method=Method.OFF)), llm)
+    arms = [Arm(PLAIN, llm), *methods]
     rounds = balanced_rounds(_that_fit(llm, prompts, settings.max_tokens))
     round_s = _warm_up(arms, rounds[-1], settings)
     planned_s = settings.minutes * 60.0
-    num_rounds = max(1, min(len(rounds), int(planned_s / round_s)))
-    num_pairs = 2 * sum(len(one_round) for one_round in rounds[:num_rounds])
+    rounds = affordable_rounds(rounds, round_s, planned_s)
+    num_pairs = 2 * len(methods) * sum(len(one_round) for one_round in rounds)
+    expected_s = round_s / (2 * len(methods) * len(rounds[0]))
 
     pairs: list[Pair] = []
+    num_asked = 0
     measured_from = clock()
-    for index, one_round in enumerate(rounds[:num_rounds]):
+    for index, one_round in enumerate(rounds):
         spent_s = clock() - measured_from
         if index and spent_s * (index + 1) / index > OVERRUN * planned_s:
             break  # slower than the warm-up promised; whole rounds keep the choice balanced
-        for prompt in one_round:
-            number = len(pairs) // 2
-            on_progress(_progress(pairs, num_pairs, prompt, round_s / (2 * len(one_round))))
-            pairs += _answer(arms, prompt, settings, number)
-    on_progress(_progress(pairs, num_pairs, None, 0.0))
-    return DemoResult(
-        tuple(pairs), _conditions(llm, prompts, settings, pairs), clock() - started, peak_memory()
-    )
+        for place, prompt in enumerate(one_round):
+            on_progress(_progress(arms, pairs, num_pairs, prompt, expected_s))
+            # The round is in the turn so that a category does not have the same one each time.
+            pairs += _answer(arms, prompt, settings, number=num_asked, turn=place + index)
+            num_asked += 1
+    on_progress(_progress(arms, pairs, num_pairs, None, 0.0))
+    conditions = _conditions(llm, methods, prompts, settings, pairs)
+    return DemoResult(tuple(pairs), conditions, clock() - started, peak_memory())
 
 
 def balanced_rounds(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
@@ -220,37 +154,29 @@ def balanced_rounds(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
     return [[by_category[name][index] for name in order] for index in range(num_rounds)]
 
 
-def summarise(pairs: Sequence[Pair], mode: str, group: str) -> Row:
-    """The figures of the pairs of one mode and group (``ALL`` takes every group)."""
-    chosen = [pair for pair in pairs if pair.mode == mode and group in (ALL, pair.group)]
-    timed = [
-        (speculative, plain)
-        for pair in chosen
-        if (speculative := pair.speculative.decode_rate) is not None
-        and (plain := pair.plain.decode_rate) is not None
-    ]
-    speculation = SpeculationStats()
-    for pair in chosen:
-        speculation.add(pair.speculative.speculation)
-    return Row(
-        mode=mode,
-        group=group,
-        num_pairs=len(chosen),
-        num_same=sum(pair.is_same for pair in chosen),
-        plain_rate=total_rate([pair.plain for pair in chosen]),
-        speculative_rate=total_rate([pair.speculative for pair in chosen]),
-        ratio=ratio_interval([above for above, _ in timed], [below for _, below in timed])
-        if timed
-        else None,
-        acceptance_length=speculation.acceptance_length,
-    )
+def affordable_rounds(
+    rounds: Sequence[Sequence[Prompt]], round_s: float, planned_s: float
+) -> list[Sequence[Prompt]]:
+    """As many whole rounds as the time allows; of the first, the part that it allows.
+
+    That part has at least ``MIN_PROMPTS``: every arm answers every prompt, so what little time
+    there is, is shared fairly.
+    """
+    if round_s <= planned_s:
+        return list(rounds[: int(planned_s / round_s)])
+    first = rounds[0]
+    return [first[: max(MIN_PROMPTS, int(len(first) * planned_s / round_s))]]
 
 
-def total_rate(completions: Sequence[Completion]) -> float | None:
-    """Tokens per second after the first step's, over all answers; None when there are none."""
-    tokens = sum(c.usage.completion_tokens - c.timing.num_first for c in completions)
-    seconds = sum(completion.timing.decode_s for completion in completions)
-    return tokens / seconds if tokens and seconds > 0 else None
+def arm_order(num_arms: int, turn: int, *, is_mirrored: bool) -> list[int]:
+    """Who answers first, second, ...: turned by one each time, mirrored after a whole turn.
+
+    Over two whole turns every arm is in every place equally often, and before every other arm as
+    often as behind it.
+    """
+    shift = turn % num_arms
+    order = [*range(shift, num_arms), *range(shift)]
+    return order[::-1] if is_mirrored != bool(turn // num_arms % 2) else order
 
 
 def peak_memory() -> int:
@@ -276,57 +202,83 @@ def _that_fit(llm: LLM, prompts: Sequence[Prompt], max_tokens: int) -> list[Prom
 
 
 def _answer(
-    arms: tuple[LLM, LLM], prompt: Prompt, settings: DemoSettings, number: int
+    arms: Sequence[Arm], prompt: Prompt, settings: DemoSettings, *, number: int, turn: int
 ) -> list[Pair]:
-    """Both modes of one prompt; which arm goes first alternates with mode and prompt."""
-    ids = prompt_ids(arms[1], prompt)
+    """Both modes of one prompt; ``number`` decides its seed, ``turn`` who answers when."""
+    plain, *methods = arms
+    ids = prompt_ids(plain.llm, prompt)
     pairs = []
-    for turn, (mode, params) in enumerate(settings.modes(number).items()):
-        completions: dict[int, Completion] = {}
-        for arm in (0, 1) if (number + turn) % 2 == 0 else (1, 0):
-            completions[arm] = arms[arm].generate([ids], params)[0]
-        pairs.append(Pair(prompt.id, prompt.category, mode, completions[0], completions[1]))
+    for is_mirrored, (mode, params) in enumerate(settings.modes(number).items()):
+        completions: dict[str, Completion] = {}
+        for index in arm_order(len(arms), turn, is_mirrored=bool(is_mirrored)):
+            completions[arms[index].name] = arms[index].llm.generate([ids], params)[0]
+        pairs += [
+            Pair(
+                prompt_id=prompt.id,
+                category=prompt.category,
+                mode=mode,
+                method=arm.name,
+                plain=completions[plain.name],
+                speculative=completions[arm.name],
+            )
+            for arm in methods
+        ]
     return pairs
 
 
-def _warm_up(arms: tuple[LLM, LLM], prompts: Sequence[Prompt], settings: DemoSettings) -> float:
+def _warm_up(arms: Sequence[Arm], prompts: Sequence[Prompt], settings: DemoSettings) -> float:
     """Run two prompts that are not counted; seconds that a round of prompts will take.
 
     The first prompt only brings kernels and caches to life and is not believed.
     """
-    short = DemoSettings(minutes=settings.minutes, max_tokens=min(16, settings.max_tokens))
-    _answer(arms, prompts[0], short, 0)
-    believed = [_answer(arms, prompt, settings, 0) for prompt in prompts[:2]]
-    seconds = sum(pair.total_s for pairs in believed for pair in pairs)
+    short = replace(settings, max_tokens=min(16, settings.max_tokens))
+    _answer(arms, prompts[0], short, number=0, turn=0)
+    believed = [_answer(arms, prompt, settings, number=0, turn=0) for prompt in prompts[:2]]
+    seconds = sum(_answering_s(pairs) for pairs in believed)
     return max(seconds, 1e-6) / len(believed) * len(prompts)
 
 
+def _answering_s(pairs: Sequence[Pair]) -> float:
+    """Time the answers took, prompts included; a plain one is in the pairs of all methods."""
+    plain = {(pair.prompt_id, pair.mode): pair.plain.timing.total_s for pair in pairs}
+    return sum(plain.values()) + sum(pair.speculative.timing.total_s for pair in pairs)
+
+
 def _progress(
-    pairs: Sequence[Pair], num_pairs: int, next_prompt: Prompt | None, pair_s: float
+    arms: Sequence[Arm],
+    pairs: Sequence[Pair],
+    num_pairs: int,
+    next_prompt: Prompt | None,
+    pair_s: float,
 ) -> Progress:
     """A display's view; the time left follows what was measured once there is something."""
     if pairs:
-        pair_s = sum(pair.total_s for pair in pairs) / len(pairs)
+        pair_s = _answering_s(pairs) / len(pairs)
+    by_arm: dict[str, list[Completion]] = {arm.name: [] for arm in arms}
+    for pair in pairs:
+        by_arm[PLAIN].append(pair.plain)  # once for every method, which leaves the rate as it is
+        by_arm[pair.method].append(pair.speculative)
     return Progress(
         num_done=len(pairs),
         num_pairs=num_pairs,
         next_prompt=next_prompt,
-        last_pair=pairs[-1] if pairs else None,
-        plain_rate=total_rate([pair.plain for pair in pairs]),
-        speculative_rate=total_rate([pair.speculative for pair in pairs]),
+        rates=tuple((name, total_rate(completions)) for name, completions in by_arm.items()),
         left_s=0.0 if next_prompt is None else pair_s * (num_pairs - len(pairs)),
     )
 
 
 def _conditions(
-    llm: LLM, prompts: Sequence[Prompt], settings: DemoSettings, pairs: Sequence[Pair]
+    llm: LLM,
+    methods: Sequence[Arm],
+    prompts: Sequence[Prompt],
+    settings: DemoSettings,
+    pairs: Sequence[Pair],
 ) -> dict[str, Any]:
     """What the figures hold for."""
-    speculation = asdict(llm.speculation)
     return {
         "fingerprint": llm.fingerprint.to_json(),
         "conditions": llm.fingerprint.text,
-        "speculation": speculation,
+        "speculation": {arm.name: asdict(arm.llm.speculation) for arm in methods},
         "num_prompts": len({pair.prompt_id for pair in pairs}),
         "num_prompts_available": len(prompts),
         "num_categories": len({pair.category for pair in pairs}),
