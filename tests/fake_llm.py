@@ -56,7 +56,7 @@ class FakeFiles:
     """A target that no head ships for, unless a test ships one for these hashes."""
 
     tokenizer: FakeTokenizer
-    path: Path = Path("fake.gguf")  # which cannot hold an mtp module
+    path: Path = Path(__file__)  # any file that can hold no mtp module
     weights_hash: str = "fake weights"
 
 

@@ -111,14 +111,14 @@ def run(
     started = clock()
     arms = [Arm(PLAIN, llm), *methods]
     rounds = balanced_rounds(_that_fit(llm, prompts, settings.max_tokens))
-    round_s = _warm_up(arms, rounds[-1], settings)
+    prompt_s = _warm_up(arms, rounds[-1], settings)
     planned_s = settings.minutes * 60.0
-    rounds = affordable_rounds(rounds, round_s, planned_s)
-    num_pairs = 2 * len(methods) * sum(len(one_round) for one_round in rounds)
-    expected_s = round_s / (2 * len(methods) * len(rounds[0]))
+    rounds = affordable_rounds(rounds, prompt_s, planned_s)
+    per_prompt = 2 * len(methods)
+    num_pairs = per_prompt * sum(len(one_round) for one_round in rounds)
+    expected_s = prompt_s / per_prompt
 
     pairs: list[Pair] = []
-    num_asked = 0
     measured_from = clock()
     for index, one_round in enumerate(rounds):
         spent_s = clock() - measured_from
@@ -126,9 +126,16 @@ def run(
             break  # slower than the warm-up promised; whole rounds keep the choice balanced
         for place, prompt in enumerate(one_round):
             on_progress(_progress(arms, pairs, num_pairs, prompt, expected_s))
-            # The round is in the turn so that a category does not have the same one each time.
-            pairs += _answer(arms, prompt, settings, number=num_asked, turn=place + index)
-            num_asked += 1
+            # A category has both directions of an order in two rounds, then the next order.
+            turn, is_mirrored = place + index // 2, index % 2 == 1
+            pairs += _answer(
+                arms,
+                prompt,
+                settings,
+                number=len(pairs) // per_prompt,
+                turn=turn,
+                is_mirrored=is_mirrored,
+            )
     on_progress(_progress(arms, pairs, num_pairs, None, 0.0))
     conditions = _conditions(llm, methods, prompts, settings, pairs)
     return DemoResult(tuple(pairs), conditions, clock() - started, peak_memory())
@@ -155,28 +162,28 @@ def balanced_rounds(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
 
 
 def affordable_rounds(
-    rounds: Sequence[Sequence[Prompt]], round_s: float, planned_s: float
+    rounds: Sequence[Sequence[Prompt]], prompt_s: float, planned_s: float
 ) -> list[Sequence[Prompt]]:
     """As many whole rounds as the time allows; of the first, the part that it allows.
 
     That part has at least ``MIN_PROMPTS``: every arm answers every prompt, so what little time
     there is, is shared fairly.
     """
-    if round_s <= planned_s:
-        return list(rounds[: int(planned_s / round_s)])
-    first = rounds[0]
-    return [first[: max(MIN_PROMPTS, int(len(first) * planned_s / round_s))]]
+    first, num_prompts = rounds[0], int(planned_s / prompt_s)
+    if num_prompts >= len(first):
+        return list(rounds[: num_prompts // len(first)])
+    return [first[: max(MIN_PROMPTS, num_prompts)]]
 
 
 def arm_order(num_arms: int, turn: int, *, is_mirrored: bool) -> list[int]:
-    """Who answers first, second, ...: turned by one each time, mirrored after a whole turn.
+    """Who answers first, second, ...: turned by one each time.
 
-    Over two whole turns every arm is in every place equally often, and before every other arm as
-    often as behind it.
+    Over a whole turn every arm is in every place; mirrored ones along with it, it is also before
+    every other arm as often as behind it.
     """
     shift = turn % num_arms
     order = [*range(shift, num_arms), *range(shift)]
-    return order[::-1] if is_mirrored != bool(turn // num_arms % 2) else order
+    return order[::-1] if is_mirrored else order
 
 
 def peak_memory() -> int:
@@ -202,15 +209,21 @@ def _that_fit(llm: LLM, prompts: Sequence[Prompt], max_tokens: int) -> list[Prom
 
 
 def _answer(
-    arms: Sequence[Arm], prompt: Prompt, settings: DemoSettings, *, number: int, turn: int
+    arms: Sequence[Arm],
+    prompt: Prompt,
+    settings: DemoSettings,
+    *,
+    number: int = 0,
+    turn: int = 0,
+    is_mirrored: bool = False,
 ) -> list[Pair]:
-    """Both modes of one prompt; ``number`` decides its seed, ``turn`` who answers when."""
+    """Both modes of one prompt, the second mirrored; ``number`` decides its seed."""
     plain, *methods = arms
     ids = prompt_ids(plain.llm, prompt)
     pairs = []
-    for is_mirrored, (mode, params) in enumerate(settings.modes(number).items()):
+    for mode, params in settings.modes(number).items():
         completions: dict[str, Completion] = {}
-        for index in arm_order(len(arms), turn, is_mirrored=bool(is_mirrored)):
+        for index in arm_order(len(arms), turn, is_mirrored=is_mirrored):
             completions[arms[index].name] = arms[index].llm.generate([ids], params)[0]
         pairs += [
             Pair(
@@ -223,19 +236,20 @@ def _answer(
             )
             for arm in methods
         ]
+        is_mirrored = not is_mirrored
     return pairs
 
 
 def _warm_up(arms: Sequence[Arm], prompts: Sequence[Prompt], settings: DemoSettings) -> float:
-    """Run two prompts that are not counted; seconds that a round of prompts will take.
+    """Run two prompts that are not counted; seconds that a prompt will take.
 
     The first prompt only brings kernels and caches to life and is not believed.
     """
     short = replace(settings, max_tokens=min(16, settings.max_tokens))
-    _answer(arms, prompts[0], short, number=0, turn=0)
-    believed = [_answer(arms, prompt, settings, number=0, turn=0) for prompt in prompts[:2]]
+    _answer(arms, prompts[0], short)
+    believed = [_answer(arms, prompt, settings) for prompt in prompts[:2]]
     seconds = sum(_answering_s(pairs) for pairs in believed)
-    return max(seconds, 1e-6) / len(believed) * len(prompts)
+    return max(seconds, 1e-6) / len(believed)
 
 
 def _answering_s(pairs: Sequence[Pair]) -> float:

@@ -158,7 +158,7 @@ class LayerStack:
                 for depth in segment.depths[segment.num_earlier :]
             ]
         )
-        groups = _similar(slots.live_lens)
+        groups = similar_requests(slots.live_lens)
         return Pass(
             slots=slots,
             num_rows=sum(counts),
@@ -325,7 +325,7 @@ class LayerStack:
         )
 
 
-def _similar(lengths: Sequence[int]) -> list[list[int]]:
+def similar_requests(lengths: Sequence[int]) -> list[list[int]]:
     """Requests grouped so that padding to a group's longest adds little to the others."""
     longest_first = sorted(range(len(lengths)), key=lambda b: (-lengths[b], b))
     groups: list[list[int]] = []
