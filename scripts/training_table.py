@@ -33,7 +33,7 @@ from outrider.training.estimate import (
     work_per_token,
 )
 from outrider.training.recipes import step_weights
-from outrider.training.run import TrainSettings, vocabulary_size
+from outrider.training.settings import TrainSettings, vocabulary_size
 
 _LLAMA = DecoderConfig(
     architecture="LlamaForCausalLM",

@@ -345,6 +345,7 @@ def train(
     recipe: RecipeOptions = RecipeOptions(),  # noqa: B008
     loop: LoopOptions = LoopOptions(),  # noqa: B008
     evaluation: EvaluationOptions = EvaluationOptions(),  # noqa: B008
+    typed: Annotated[Sequence[str], Parameter(parse=False)] = (),
 ) -> int:
     """Train a draft head for a model: prompts, answers, features, training, evaluation, export.
 
@@ -364,7 +365,7 @@ def train(
         Print one JSON document at the end.
     """
     settings = train_settings(
-        method, model, out, data=data, recipe=recipe, loop=loop, evaluation=evaluation
+        method, model, out, data=data, recipe=recipe, loop=loop, evaluation=evaluation, typed=typed
     )
     from outrider.commands import train as training
 
@@ -440,7 +441,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given, is_debug = _take_debug(sys.argv[1:] if arguments is None else arguments)
     console.make_robust()
     try:
-        status = app(given, exit_on_error=False, print_error=False, result_action="return_value")
+        verb, bound, unparsed = app.parse_args(given, exit_on_error=False, print_error=False)
+        # The only thing that a verb takes without parsing it is the command line as a whole.
+        status = verb(*bound.args, **bound.kwargs, **dict.fromkeys(unparsed, given))
         sys.stdout.flush()
     except CycloptsError as problem:
         console.error(_usage_message(problem))

@@ -14,6 +14,7 @@ from outrider import LLM
 from outrider.errors import CheckpointError, ParameterError, PromptError, TrainingError
 from outrider.models.loading import load
 from outrider.training import data as data_module
+from outrider.training.answers import Response, read_responses
 from outrider.training.data import (
     PROMPTS,
     SETTINGS,
@@ -27,9 +28,10 @@ from outrider.training.data import (
     read_data,
     responses_hash,
 )
+from outrider.training.expectation import describe_goal
 from outrider.training.identity import TargetIdentity
 from outrider.training.prompts import TrainingPrompt, read_prompts
-from outrider.training.responses import Response, ResponseSettings, read_responses
+from outrider.training.responses import ResponseSettings
 from tests.tiny import write_hf_checkpoint
 
 ANSWERS = ResponseSettings(temperatures=(1.0,), max_tokens=16)
@@ -201,16 +203,18 @@ def test_too_little_data_is_refused_with_its_numbers(tmp_path):
     prompts = conversations(10)
     write_answers(tmp_path, answers_to(prompts))
     with pytest.raises(TrainingError) as caught:
-        read_data(tmp_path, prompts, too_long=7)
+        read_data(tmp_path, prompts, too_long=7, failed=3)
 
     for word in (
         "100 response tokens from 10 answers",
         "0 held out",
         "at least 60",
         "--num-prompts",
+        "7 prompts do not fit the context: --max-model-len",
+        "at 3 prompts the target's logits were not finite",
+        describe_goal(100),
     ):
         assert word in str(caught.value)
-    assert "7 prompts do not fit the context: --max-model-len" in str(caught.value)
     with pytest.raises(TrainingError, match="0 response tokens from 0 answers"):
         read_data(tmp_path, [], too_long=0)
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from outrider import LLM, EngineConfig, SamplingParams
 from outrider.bench.guards import loop_start
 from outrider.bench.prompts import Prompt
 from outrider.config import Method, SpeculationConfig
-from outrider.errors import FailureError, ParameterError
+from outrider.errors import CheckpointError, FailureError, ParameterError
 from outrider.models.loading.tokenizer import encode_prompt
 from outrider.training.acceptance import ALL, Acceptance, EvaluationReport
 from outrider.training.evaluate import Setting, evaluate, standard_settings
@@ -261,6 +262,70 @@ def test_the_report_is_a_json_document(report: EvaluationReport) -> None:
     assert 1 + found.stats.accepted / found.stats.verify_steps == first["acceptance_length"]
     assert first["rejected"] == first["drafted"] - first["accepted"]
     assert [n / first["verify_steps"] for n in found.stats.accepted_at] == first["per_position"]
+
+
+def test_a_report_comes_back_from_json_as_it_was(report: EvaluationReport) -> None:
+    replayed = replace(report, differing=None, skipped=("long",))
+    for each in (report, replayed, replace(report, differing=(("a", 1.0, "p0"),))):
+        document = json.loads(json.dumps(each.to_json()))
+        again = EvaluationReport.from_json(document)
+
+        assert replace(each, conditions=document["conditions"]) == again
+        assert document == json.loads(json.dumps(again.to_json()))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schema_version": 2},
+        {"acceptance": [{"setting": "a"}]},
+        {"acceptance": None},
+        {"conditions": 3},
+        {"differing": [["a"]]},
+        {"elapsed_s": "long"},
+    ],
+)
+def test_a_document_that_is_no_report_is_refused(
+    report: EvaluationReport, change: dict[str, object]
+) -> None:
+    with pytest.raises(CheckpointError, match=r"not an evaluation of schema 1 .* measure again"):
+        EvaluationReport.from_json(report.to_json() | change)
+
+
+def test_a_known_report_stands_for_the_same_conditions_alone(
+    llm: LLM, settings: list[Setting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual: dict[str, Any] = {
+        "prompts": PROMPTS[:2],
+        "settings": settings[:1],
+        "temperatures": (0.0,),
+        "max_tokens": 4,
+        "head_sha256": "aa",
+    }
+    first = evaluate(llm, **usual)
+    stored = EvaluationReport.from_json(json.loads(json.dumps(first.to_json())))
+    elsewhere = replace(settings[0].speculation, head="elsewhere")
+
+    def measured(*_: object, **__: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(LLM, "generate", measured)
+    assert stored is evaluate(llm, **usual, known=stored)
+    moved = usual | {"settings": [replace(settings[0], speculation=elsewhere)]}
+    assert stored is evaluate(llm, **moved, known=stored)
+    longer = replace(settings[0].speculation, max_draft_len=6, max_total_draft_tokens=6)
+    for change in (
+        {"head_sha256": "bb"},
+        {"head_sha256": None},
+        {"prompts": PROMPTS[1:3]},
+        {"settings": settings[:2]},
+        {"settings": [replace(settings[0], speculation=longer)]},
+        {"temperatures": (1.0,)},
+        {"max_tokens": 5},
+        {"seed": 2},
+    ):
+        with pytest.raises(InterruptedError):
+            evaluate(llm, **usual | change, known=stored)
 
 
 def test_prompts_without_room_for_an_answer_are_skipped_by_name(

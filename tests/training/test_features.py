@@ -17,9 +17,9 @@ from outrider.models.decoder import FINAL_STATE, Decoder
 from outrider.models.exactness import random_tokens
 from outrider.models.layers import Segment
 from outrider.models.loading import load
+from outrider.training.answers import Response
 from outrider.training.features import FeatureStore, LiveFeatures, capture_features
 from outrider.training.identity import TargetIdentity
-from outrider.training.responses import Response
 from outrider.training.states import target_states
 from outrider.training.store import TENSORS, verify_folder
 from tests.models import random_decoder, random_weights, tiny_config
@@ -244,12 +244,23 @@ def test_another_target_is_refused_by_name(tmp_path, target, change):
         capture(target, tmp_path, identity=other)
 
 
-def test_a_damaged_record_of_the_target_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("{", "it is not JSON"),
+        ("", "it is not JSON"),
+        ("[" * 100_000, "it is not JSON"),
+        ("[]", "a JSON list where an object is kept"),
+        ('"aa"', "a JSON str where"),
+        ("null", "a JSON NoneType where"),
+    ],
+)
+def test_a_damaged_record_of_the_target_is_refused(tmp_path, content, named):
     IDENTITY.claim(tmp_path)
     IDENTITY.claim(tmp_path)
-    (tmp_path / "target.json").write_text("{")
+    (tmp_path / "target.json").write_text(content)
 
-    with pytest.raises(CheckpointError, match=r"target\.json: damaged"):
+    with pytest.raises(CheckpointError, match=rf"target\.json: damaged: {named}"):
         IDENTITY.claim(tmp_path)
 
 

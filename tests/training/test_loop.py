@@ -32,12 +32,11 @@ from outrider.training import log, store
 from outrider.training.log import LOG, TIMES, JsonLines, read_log
 from outrider.training.loop import (
     CHECKPOINTS,
-    LoopSettings,
     TrainingLoop,
     TrainingResult,
-    learning_rate,
     require_same_run,
 )
+from outrider.training.loop_settings import LoopSettings, learning_rate
 from outrider.training.packing import TrainingSequence
 from outrider.training.recipes import (
     DraftOptions,

@@ -8,8 +8,10 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from outrider import LLM, EngineConfig, FinishReason, SamplingParams
 from outrider.bench.guards import MIN_TOKENS, loop_start
@@ -18,16 +20,15 @@ from outrider.errors import CapacityError, CheckpointError, ParameterError, Prom
 from outrider.llm import ENOUGH_EVERY
 from outrider.models.loading.cache import exclusive
 from outrider.training import responses
+from outrider.training.answers import Response, read_responses
 from outrider.training.prompts import TrainingPrompt
 from outrider.training.responses import (
     LOOP,
     TURN_TEMPERATURE,
     TURN_TOKENS,
     AnswerCounts,
-    Response,
     ResponseSettings,
     answer_prompts,
-    read_responses,
 )
 from tests.tiny import write_hf_checkpoint
 
@@ -274,6 +275,45 @@ def test_a_prompt_without_room_for_an_answer_is_counted(llm, tmp_path):
     assert ["a"] == list(read_responses(tmp_path))
 
 
+def test_a_prompt_at_which_the_target_fails_is_counted_and_asked_again(
+    llm, answered, tmp_path, monkeypatch
+):
+    """Of a conversation, a turn and a passage; what needs them waits."""
+    generate_each, prompts = LLM.generate_each, PROMPTS[:3]
+
+    def failing(self: LLM, jobs: Iterator[Any], **options: Any) -> Iterator[Any]:
+        """Every second answer is none, as where the target's logits are not finite."""
+        for index, completion in generate_each(self, jobs, **options):
+            if index % 2:
+                yield index, replace(completion, finish_reason=FinishReason.ERROR, error="spoilt")
+            else:
+                yield index, completion
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LLM, "generate_each", failing)
+        counts = answer_prompts(llm, prompts, tmp_path, SETTINGS)
+
+    assert ["a"] == list(read_responses(tmp_path))
+    assert (1, 1, 1) == (counts.answered, counts.failed, counts.waiting)
+    again = answer_prompts(llm, PROMPTS, tmp_path, SETTINGS)
+    assert 0 == again.failed
+    assert answered == read_responses(tmp_path)
+
+
+def test_a_target_that_always_fails_answers_nothing(tmp_path):
+    path = write_hf_checkpoint(tmp_path / "broken", scale=SCALE)
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    weights["model.norm.weight"] *= 1e30  # all finite as they are stored, but not their product
+    weights["lm_head.weight"] *= 1e10
+    save_file(weights, file, metadata={"format": "pt"})
+    broken = LLM(path, engine=EngineConfig(dtype="float32", self_test="off"))
+    counts = answer_prompts(broken, PROMPTS[:2], tmp_path / "data", SETTINGS)
+
+    assert AnswerCounts(0, 0, 0, 0, failed=2) == counts
+    assert {} == read_responses(tmp_path / "data")
+
+
 def test_enough_tokens_end_the_stage(llm, answered, tmp_path):
     wanted = 100
     counts = answer_prompts(llm, PROMPTS, tmp_path, SETTINGS, max_tokens=wanted)
@@ -297,7 +337,7 @@ def test_progress_ends_at_one(llm, tmp_path):
 
 
 def test_a_full_disk_keeps_what_was_answered(llm, answered, tmp_path, monkeypatch):
-    append, num_left = responses._append, 2
+    append, num_left = responses.append, 2
 
     def full(file, line: bytes) -> None:
         nonlocal num_left
@@ -308,7 +348,7 @@ def test_a_full_disk_keeps_what_was_answered(llm, answered, tmp_path, monkeypatc
         append(file, line)
 
     with monkeypatch.context() as patch:
-        patch.setattr(responses, "_append", full)
+        patch.setattr(responses, "append", full)
         with pytest.raises(CapacityError, match=r"responses.jsonl: .*make room"):
             answer_prompts(llm, PROMPTS, tmp_path, SETTINGS)
 

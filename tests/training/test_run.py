@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 import outrider
-from outrider import LLM, EngineConfig, SamplingParams, cli
+from outrider import LLM, EngineConfig, FinishReason, SamplingParams, cli
 from outrider.config import Method, SpeculationConfig
 from outrider.errors import CheckpointError, ParameterError, UnsupportedModelError
 from outrider.training import data as data_module
@@ -26,18 +27,18 @@ from outrider.training import loop as loop_module
 from outrider.training import run as run_module
 from outrider.training.data import DataSettings
 from outrider.training.log import LOG, read_log
-from outrider.training.loop import CHECKPOINTS, LoopSettings
+from outrider.training.loop import CHECKPOINTS
+from outrider.training.loop_settings import LoopSettings
 from outrider.training.responses import ResponseSettings
 from outrider.training.run import (
     EVALUATION,
     HEAD,
     RUN,
     RunResult,
-    TrainSettings,
-    capture_layers,
+    answer_only,
     train_head,
-    vocabulary_size,
 )
+from outrider.training.settings import TrainSettings, capture_layers, vocabulary_size
 from outrider.training.store import verify_folder
 from tests.tiny import write_hf_checkpoint
 
@@ -147,6 +148,11 @@ def test_a_run_leaves_what_it_promises(place, runs, method):
     assert (result.training.steps, result.training.tokens) == (about["steps"], about["tokens"])
     assert NUM_PROMPTS == about["data"]["num_responses"] + about["data"]["num_held_out"]
     assert ["prompts.jsonl"] == about["prompts"]
+    assert (0, 0, 1) == tuple(about[name]["seed"] for name in ("loop", "answers", "evaluation"))
+    assert about["machine"] == evaluation["conditions"]["conditions"]
+    assert datetime.fromisoformat(about["date"]).tzinfo is not None
+    assert about["command"] is None
+    assert (2, 12) == tuple(about["evaluation"][name] for name in ("num_prompts", "max_tokens"))
     assert outrider.__version__ == about["outrider"]
     assert result.report.is_lossless
     assert evaluation["acceptance"] == result.report.to_json()["acceptance"]
@@ -179,7 +185,8 @@ def test_the_same_command_again_computes_nothing_anew(place, runs, monkeypatch, 
     before = {path: path.read_bytes() for path in (place / method).glob("*.jsonl")}
     monkeypatch.setattr(loop_module.TrainingLoop, "_train", fail)
     monkeypatch.setattr("outrider.training.features._ShardWriter.write", fail)
-    monkeypatch.setattr("outrider.training.responses._append", fail)
+    monkeypatch.setattr("outrider.training.responses.append", fail)
+    monkeypatch.setattr(LLM, "generate", fail)
     kept = place / f"{method}-kept"
     shutil.copytree(place / method / HEAD, kept)
     again = train_head(settings(place, method, place / method))
@@ -188,7 +195,104 @@ def test_the_same_command_again_computes_nothing_anew(place, runs, monkeypatch, 
     assert_same_head(kept, again.head)
     assert runs[method].training == again.training
     assert runs[method].report.acceptances == again.report.acceptances
+    assert runs[method].report.elapsed_s == again.report.elapsed_s
+    assert verify_folder(kept).meta["acceptance"] == verify_folder(again.head).meta["acceptance"]
     assert before == {path: path.read_bytes() for path in (place / method).glob("*.jsonl")}
+
+
+def test_a_finished_head_is_measured_again_where_its_report_does_not_hold(
+    place, runs, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    shutil.copytree(place / Method.MEDUSA, out)
+    measured: list[int] = []
+    generate = LLM.generate
+
+    def counting(self: LLM, prompts: Any, *arguments: Any, **options: Any) -> Any:
+        measured.append(len(prompts))
+        return generate(self, prompts, *arguments, **options)
+
+    monkeypatch.setattr(LLM, "generate", counting)
+    wanted = settings(place, Method.MEDUSA, out)
+    train_head(wanted)
+    assert [] == measured
+    for damage in ('{"schema_version": 1}', "[]", "{", None):
+        measured.clear()
+        if damage is None:
+            (out / EVALUATION).unlink()
+        else:
+            (out / EVALUATION).write_text(damage)
+        result = train_head(wanted)
+        assert result is not None
+        assert {2} == set(measured)
+        assert runs[Method.MEDUSA].report.acceptances == result.report.acceptances
+    for changes in ({"eval_limit": 3}, {"eval_tokens": 11}):
+        measured.clear()
+        result = train_head(replace(wanted, **changes))
+        assert result is not None
+        assert measured
+        stored = json.loads((out / EVALUATION).read_text())
+        assert result.report.elapsed_s == stored["elapsed_s"]
+
+
+def test_the_report_of_another_head_is_not_taken(place, runs, tmp_path):
+    out = tmp_path / "out"
+    wanted = settings(place, Method.MEDUSA, out)
+    other = replace(wanted, loop=replace(wanted.loop, seed=5))
+    out.mkdir()
+    shutil.copy(place / Method.MEDUSA / EVALUATION, out / EVALUATION)
+    before = json.loads((out / EVALUATION).read_text())["conditions"]
+    train_head(other)
+    after = json.loads((out / EVALUATION).read_text())["conditions"]
+
+    assert before["head_sha256"] != after["head_sha256"]
+    assert before["prompt_set_hash"] == after["prompt_set_hash"]
+
+
+def test_heads_of_other_vocabularies_share_the_features(place, runs, llm, tmp_path):
+    shards = sorted((place / "data" / "features").glob("*/*"))
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in shards}
+    for size in (60, 0):
+        wanted = settings(place, Method.EAGLE3, tmp_path / f"{size}", draft_vocab_size=size)
+        result = train_head(wanted)
+        assert result is not None
+        drafting = llm.with_speculation(
+            SpeculationConfig(method=Method.EAGLE3, head=str(result.head), max_draft_len=3)
+        )
+        (completion,) = drafting.generate(["Road 3"], SamplingParams(max_tokens=12))
+        assert completion.speculation.drafted > 0
+        assert (size or None) == result.manifest["objective"]["draft_vocab_size"]
+    after = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in shards}
+
+    assert shards
+    assert before == after
+    assert shards == sorted((place / "data" / "features").glob("*/*"))
+
+
+def test_prompts_at_which_the_target_failed_are_told_and_asked_again(
+    place, runs, tmp_path, monkeypatch
+):
+    generate_each = LLM.generate_each
+
+    def failing(self: LLM, jobs: Iterator[Any], **options: Any) -> Iterator[Any]:
+        for index, completion in generate_each(self, jobs, **options):
+            reason = FinishReason.ERROR if index < 3 else completion.finish_reason
+            yield index, replace(completion, finish_reason=reason)
+
+    told: list[str] = []
+    wanted = settings(place, Method.MEDUSA, tmp_path / "out", data=tmp_path / "data")
+    words = "at 3 prompts the target's logits were not finite; the next run asks them again"
+    with monkeypatch.context() as patch:
+        patch.setattr(LLM, "generate_each", failing)
+        assert answer_only(wanted).endswith(words)
+        patch.setattr(run_module._Run, "choose", lambda *_: pytest.fail("enough"))
+        with pytest.raises(pytest.fail.Exception):
+            train_head(wanted, on_notice=told.append)
+    lines = [path.read_text().splitlines() for path in tmp_path.glob("data/responses.jsonl")]
+
+    assert f"warning: {words}: passed over" in told
+    assert [NUM_PROMPTS - 3] == [len(each) for each in lines]
+    assert answer_only(wanted).startswith("3 prompts answered")
 
 
 STAGES = ("answer", "choose", "features", "train", "finish")
@@ -254,6 +358,8 @@ def test_notices_name_the_data_the_vocabulary_and_damaged_checkpoints(place, run
     num_learnt = runs[Method.EAGLE3].manifest["data"]["num_responses"]
     assert any(line.startswith(f"data: {num_learnt} answers with") for line in told)
     assert any("100 of 320 tokens" in line for line in told)
+    assert any(line.startswith("at this size expect an acceptance length of") for line in told)
+    assert any("are few; more prompts are worth it" in line for line in told)
     assert any(line.startswith(f"{newest.name} is not whole") for line in told)
     assert_same_head(runs[Method.EAGLE3].head, out / HEAD)
 
@@ -329,6 +435,10 @@ def test_the_command_trains_measures_draws_and_prints(place, runs, tmp_path, cap
     assert str(tmp_path / "out" / HEAD) == document["head"]
     assert "curve:" in printed.err
     assert b"<svg" in (tmp_path / "out" / "curve.svg").read_bytes()
+    command = verify_folder(tmp_path / "out" / HEAD).meta["training"]["command"]
+    assert command.startswith("outrider train mtp --model model --out out --data data --prompts")
+    assert command.endswith("--eval-tokens 12 --json")
+    assert str(place) not in (tmp_path / "out" / HEAD / "manifest.json").read_text()
 
 
 def test_the_command_answers_parts(place, tmp_path, capsys):
@@ -412,6 +522,7 @@ def test_too_little_data_ends_with_its_numbers(place, tmp_path, capsys, monkeypa
     last = capsys.readouterr().err.splitlines()[-1]
     assert "response tokens from" in last
     assert "--num-prompts" in last
+    assert "expect an acceptance length of about" in last
 
 
 INTERRUPTED = """

@@ -10,8 +10,8 @@ from outrider.config import Method
 from outrider.errors import ParameterError
 from outrider.training import tensorboard
 from outrider.training.log import LOG, TIMES
-from outrider.training.run import TrainSettings
 from outrider.training.run_log import RunLog
+from outrider.training.settings import TrainSettings
 from outrider.training.tensorboard import TENSORBOARD, scalars
 
 is_installed = importlib.util.find_spec("tensorboard") is not None

@@ -168,7 +168,7 @@ def verdict(result: DemoResult) -> str:
     num_same, num_pairs = len(result.pairs) - len(result.differing), len(result.pairs)
     same = f"all {num_pairs}" if num_same == num_pairs else f"only {num_same} of {num_pairs}"
     return (
-        f"Against plain decoding, {', '.join(speeds(method) for method in result.methods)}; "
+        f"Against plain decoding, {'; '.join(speeds(method) for method in result.methods)}; "
         f"{same} texts were the same."
     )
 

@@ -17,7 +17,8 @@ from outrider.models.memory import MemoryItem
 from outrider.report.curve import draw_curve
 from outrider.training.estimate import Estimate
 from outrider.training.log import LOG, TIMES, read_log
-from outrider.training.run import RunResult, TrainSettings, answer_only, train_head
+from outrider.training.run import RunResult, answer_only, train_head
+from outrider.training.settings import TrainSettings
 
 CURVE = "curve.svg"
 SCHEMA_VERSION = 1

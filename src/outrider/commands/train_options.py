@@ -1,12 +1,13 @@
 """The flags of ``outrider train``, in groups, and their translation into settings.
 
-Owns names, help and defaults, which are those of :mod:`outrider.training.run`'s settings where
+Owns names, help and defaults, which are those of :mod:`outrider.training.settings` where
 these can be read without torch. Used by :mod:`outrider.cli` only.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,11 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Group, Parameter
 
 from outrider.commands.options import whole_number
+from outrider.commands.typed import published_command
 from outrider.config import Method
 from outrider.errors import ParameterError
 
 if TYPE_CHECKING:
-    from outrider.training.run import TrainSettings
+    from outrider.training.settings import TrainSettings
 
 TRAINED = (Method.EAGLE3, Method.MTP, Method.MEDUSA, Method.DRAFT)
 
@@ -149,8 +151,9 @@ def train_settings(
     recipe: RecipeOptions,
     loop: LoopOptions,
     evaluation: EvaluationOptions,
+    typed: Sequence[str] = (),
 ) -> TrainSettings:
-    """The checked settings of a run.
+    """The checked settings of a run; ``typed`` are the words that asked for it.
 
     Raises:
         ParameterError: a value is out of range.
@@ -159,9 +162,9 @@ def train_settings(
         raise ParameterError(f"METHOD: {method!r} is not one of {', '.join(TRAINED)}")
     from outrider.training.data import DataSettings
     from outrider.training.distributed import world_size
-    from outrider.training.loop import LoopSettings
+    from outrider.training.loop_settings import LoopSettings
     from outrider.training.responses import ResponseSettings
-    from outrider.training.run import TrainSettings
+    from outrider.training.settings import TrainSettings
 
     answers = ResponseSettings(
         temperatures=_numbers("--temperatures", data.temperatures),
@@ -218,6 +221,7 @@ def train_settings(
         simulated=evaluation.simulate,
         layout=evaluation.layout,
         self_contained=evaluation.self_contained,
+        command=published_command(typed) if typed else None,
     )
 
 

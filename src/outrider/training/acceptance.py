@@ -6,9 +6,11 @@ command line prints :meth:`EvaluationReport.rows`, a run folder keeps ``to_json`
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.errors import CheckpointError
 from outrider.types import SpeculationStats
 
 SCHEMA_VERSION = 1
@@ -53,7 +55,27 @@ class Acceptance:
             "drafted": stats.drafted,
             "accepted": stats.accepted,
             "rejected": stats.drafted - stats.accepted,
+            "accepted_at": stats.accepted_at,
         }
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Acceptance:
+        """What :meth:`to_json` described; a ``KeyError`` or ``TypeError`` where it did not."""
+        stats = SpeculationStats(
+            verify_steps=int(fields["verify_steps"]),
+            drafted=int(fields["drafted"]),
+            accepted=int(fields["accepted"]),
+            accepted_at=[int(count) for count in fields["accepted_at"]],
+        )
+        return cls(
+            setting=str(fields["setting"]),
+            temperature=float(fields["temperature"]),
+            category=str(fields["category"]),
+            num_texts=int(fields["num_texts"]),
+            num_loops=int(fields["num_loops"]),
+            num_tokens=int(fields["num_tokens"]),
+            stats=stats,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +151,46 @@ class EvaluationReport:
             "skipped": list(self.skipped),
             "elapsed_s": self.elapsed_s,
         }
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> EvaluationReport:
+        """The report that :meth:`to_json` described.
+
+        Raises:
+            CheckpointError: the document is none, or of another schema.
+        """
+        try:
+            if document["schema_version"] != SCHEMA_VERSION:
+                raise ValueError(f"schema_version is {document['schema_version']!r}")
+            differing = document["differing"]
+            return cls(
+                acceptances=tuple(Acceptance.from_json(part) for part in document["acceptance"]),
+                differing=None
+                if differing is None
+                else tuple((str(a), float(b), str(c)) for a, b, c in differing),
+                skipped=tuple(str(id_) for id_ in document["skipped"]),
+                conditions=dict(document["conditions"]),
+                elapsed_s=float(document["elapsed_s"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"not an evaluation of schema {SCHEMA_VERSION} ({error!r}); measure again"
+            ) from None
+
+    def holds_for(self, conditions: dict[str, Any]) -> bool:
+        """Whether measuring under ``conditions`` would give the same figures again.
+
+        All must agree but the date, and where a head lies: its tensors are named by
+        ``head_sha256``, without which nothing is known to be the same.
+        """
+        named = conditions.get("head_sha256") is not None
+        return named and _comparable(self.conditions) == _comparable(conditions)
+
+
+def _comparable(conditions: dict[str, Any]) -> dict[str, Any]:
+    """As it comes back from JSON, without what decides no figure."""
+    kept = json.loads(json.dumps(conditions))
+    kept.pop("date", None)
+    for shape in kept.get("settings", {}).values():
+        shape.pop("head", None)
+    return kept

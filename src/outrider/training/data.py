@@ -22,8 +22,10 @@ from outrider.config import EngineConfig, Method, SpeculationConfig
 from outrider.errors import CheckpointError, ParameterError, PromptError, TrainingError
 from outrider.llm import LLM
 from outrider.models.loading.cache import exclusive, publish
+from outrider.training.answers import Response, read_responses
+from outrider.training.expectation import MIN_TOKENS, describe_goal
+from outrider.training.files import read_json, write_json, writing
 from outrider.training.identity import TargetIdentity
-from outrider.training.log import writing
 from outrider.training.prompts import (
     TrainingPrompt,
     load_training_prompts,
@@ -34,10 +36,8 @@ from outrider.training.prompts import (
 )
 from outrider.training.responses import (
     AnswerCounts,
-    Response,
     ResponseSettings,
     answer_prompts,
-    read_responses,
     turn_id,
 )
 from outrider.types import ProgressCallback
@@ -48,7 +48,6 @@ _LOCK = ".data.lock"
 HELD_OUT = 50  # one sequence in so many is never learnt from
 MAX_HELD_OUT = 256
 MIN_ANSWER = 4  # tokens; a shorter answer leaves a head nothing to predict
-MIN_TOKENS = 2_000  # response tokens below which nothing useful can come out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +92,7 @@ class TrainingData:
     held_out: list[Response]
     prompts_hash: str
     too_long: int
+    failed: int = 0
 
     @property
     def num_response_tokens(self) -> int:
@@ -148,7 +148,7 @@ def prepare_data(
         TrainingError: there is too little to learn from.
     """
     prompts, counts = answer_part(llm, folder, settings, identity, on_progress)
-    return read_data(folder, prompts, too_long=counts.too_long)
+    return read_data(folder, prompts, too_long=counts.too_long, failed=counts.failed)
 
 
 def answer_part(
@@ -191,8 +191,12 @@ def read_prepared(folder: Path, settings: DataSettings) -> TrainingData:
     return read_data(folder, _wanted(settings), too_long=0)
 
 
-def read_data(folder: Path, prompts: Sequence[TrainingPrompt], *, too_long: int) -> TrainingData:
+def read_data(
+    folder: Path, prompts: Sequence[TrainingPrompt], *, too_long: int, failed: int = 0
+) -> TrainingData:
     """The answers in a folder, in the prompts' order, split by their ids.
+
+    ``too_long`` and ``failed`` prompts have none.
 
     Raises:
         TrainingError: there is too little to learn from.
@@ -205,13 +209,13 @@ def read_data(folder: Path, prompts: Sequence[TrainingPrompt], *, too_long: int)
     conversations = {_conversation(response.id) for response in chosen}
     held_out = [response for response in usable if _conversation(response.id) in conversations]
     learnt = [response for response in usable if _conversation(response.id) not in conversations]
-    data = TrainingData(learnt, held_out, prompts_hash(prompts), too_long)
+    data = TrainingData(learnt, held_out, prompts_hash(prompts), too_long, failed)
     if data.num_response_tokens < MIN_TOKENS or not held_out:
         raise TrainingError(
             f"{folder}: {data.num_response_tokens:,} response tokens from {len(learnt)} answers, "
-            f"{len(held_out)} held out; a head that is of any use needs at least {MIN_TOKENS:,} "
-            f"and some held out, a good one a million{_short_of_room(too_long)}: give more prompts "
-            "(--num-prompts) or answer more of them (--response-tokens)"
+            f"{len(held_out)} held out{_passed_over(data)}; a head that is of any use needs at "
+            f"least {MIN_TOKENS:,} and some held out, {describe_goal(data.num_response_tokens)}: "
+            "give more prompts (--num-prompts) or answer more of them (--response-tokens)"
         )
     return data
 
@@ -259,10 +263,14 @@ def responses_hash(responses: Sequence[Response]) -> str:
     return digest.hexdigest()[:12]
 
 
-def _short_of_room(too_long: int) -> str:
-    if not too_long:
-        return ""
-    return f" ({too_long:,} prompts do not fit the context: --max-model-len)"
+def _passed_over(data: TrainingData) -> str:
+    """Why prompts have no answer, where some have none."""
+    reasons = []
+    if data.too_long:
+        reasons.append(f"{data.too_long:,} prompts do not fit the context: --max-model-len")
+    if data.failed:
+        reasons.append(f"at {data.failed:,} prompts the target's logits were not finite")
+    return f" ({'; '.join(reasons)})" if reasons else ""
 
 
 def _wanted(settings: DataSettings) -> list[TrainingPrompt]:
@@ -302,30 +310,21 @@ def _stored(path: Path, wanted: list[TrainingPrompt]) -> list[TrainingPrompt]:
 
 def _claim(path: Path, settings: dict[str, Any]) -> None:
     """Record settings, or compare with those recorded."""
-    try:
-        if path.exists():
-            recorded = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(recorded, dict):
-                raise ValueError
-            names = sorted(recorded.keys() | settings.keys())
-            changed = [
-                f"{name} was {recorded.get(name)}, is {settings.get(name)}"
-                for name in names
-                if recorded.get(name) != settings.get(name)
-            ]
-            if changed:
-                raise CheckpointError(
-                    f"{path.parent}: its answers were drawn otherwise: {'; '.join(changed)}; use "
-                    "the same settings, or another data folder"
-                )
-            return
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-        publish(partial, path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from None
-    except ValueError:
-        raise CheckpointError(f"{path}: damaged: it is not JSON") from None
+    recorded = read_json(path)
+    if recorded is None:
+        write_json(path, settings)
+        return
+    names = sorted(recorded.keys() | settings.keys())
+    changed = [
+        f"{name} was {recorded.get(name)}, is {settings.get(name)}"
+        for name in names
+        if recorded.get(name) != settings.get(name)
+    ]
+    if changed:
+        raise CheckpointError(
+            f"{path.parent}: its answers were drawn otherwise: {'; '.join(changed)}; use the same "
+            "settings, or another data folder"
+        )
 
 
 def _settings_json(settings: ResponseSettings) -> dict[str, Any]:

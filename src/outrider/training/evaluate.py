@@ -99,13 +99,17 @@ def evaluate(
     max_tokens: int = 128,
     seed: int = 1,
     simulated: bool = False,
+    head_sha256: str | None = None,
+    known: EvaluationReport | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> EvaluationReport:
     """Measure every setting on every prompt at every temperature.
 
     ``llm`` lends its weights, its batch size and its context; how it drafts itself is of no
     account. A prompt's seed depends on ``seed`` and the prompt's id alone, so a text stays the same
-    in a smaller selection. ``simulated`` holds the states of all texts in memory.
+    in a smaller selection. ``simulated`` holds the states of all texts in memory. ``head_sha256``
+    names the tensors of the head that all settings draft with; ``known``, an earlier report, is
+    returned as it is where it :meth:`holds <EvaluationReport.holds_for>` for this one's conditions.
 
     Raises:
         ParameterError: nothing to measure, a name or temperature twice, or no prompt that fits the
@@ -116,6 +120,16 @@ def evaluate(
     started = time.perf_counter()
     _check(prompts, settings, temperatures)
     asked, skipped = _that_fit(llm, prompts, max_tokens)
+    conditions = {
+        **_conditions(llm, prompts, settings, num_prompts=len(asked)),
+        "head_sha256": head_sha256,
+        "temperatures": list(temperatures),
+        "max_tokens": max_tokens,
+        "seed": seed,
+        "is_simulated": simulated,
+    }
+    if known is not None and known.holds_for(conditions):
+        return known
     told = _Progress(on_progress, num_parts=len(temperatures) * (1 + len(settings)))
     texts = [
         _Texts.answered(llm, asked, told, temperature=t, max_tokens=max_tokens, seed=seed)
@@ -125,29 +139,33 @@ def evaluate(
     differing: list[tuple[str, float, str]] = []
     for setting in settings:
         measured = _ReplayedSetting(llm, setting) if simulated else _DecodedSetting(llm, setting)
-        for known in texts:
-            told.begin(f"evaluating {setting.name}, temperature {known.temperature:g}")
-            stats, different = measured.run(known, told)
-            found += _by_category(setting.name, known, stats)
-            differing += [(setting.name, known.temperature, prompt.id) for prompt in different]
+        for answered in texts:
+            told.begin(f"evaluating {setting.name}, temperature {answered.temperature:g}")
+            stats, different = measured.run(answered, told)
+            found += _by_category(setting.name, answered, stats)
+            differing += [(setting.name, answered.temperature, prompt.id) for prompt in different]
     return EvaluationReport(
         acceptances=tuple(found),
         differing=None if simulated else tuple(differing),
         skipped=tuple(prompt.id for prompt in skipped),
-        conditions={
-            "fingerprint": llm.fingerprint.to_json(),
-            "conditions": llm.fingerprint.text,
-            "settings": {setting.name: asdict(setting.speculation) for setting in settings},
-            "num_prompts": len(asked),
-            "prompt_set_hash": prompt_set_hash(prompts),
-            "max_tokens": max_tokens,
-            "seed": seed,
-            "is_simulated": simulated,
-            "version": outrider.__version__,
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        },
+        conditions=conditions,
         elapsed_s=time.perf_counter() - started,
     )
+
+
+def _conditions(
+    llm: LLM, prompts: Sequence[Prompt], settings: Sequence[Setting], *, num_prompts: int
+) -> dict[str, Any]:
+    """Machine, prompts and settings, of what the figures hold for."""
+    return {
+        "fingerprint": llm.fingerprint.to_json(),
+        "conditions": llm.fingerprint.text,
+        "settings": {setting.name: asdict(setting.speculation) for setting in settings},
+        "num_prompts": num_prompts,
+        "prompt_set_hash": prompt_set_hash(prompts),
+        "version": outrider.__version__,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
 
 
 class _Progress:

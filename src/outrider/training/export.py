@@ -8,6 +8,8 @@ which loads the folder as a user would, and again with what was measured.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -40,6 +42,7 @@ from outrider.pairing import TargetFiles
 from outrider.training.store import verify_folder, write_folder
 
 _KIND = "outrider head"
+_TENSORS = ".safetensors"
 
 Config: TypeAlias = HeadConfig | DecoderConfig
 Weights: TypeAlias = Mapping[str, Tensor]
@@ -64,7 +67,7 @@ def export_head(
     self_contained: bool = False,
     layout: str = "speculators",
     dtype: torch.dtype = torch.bfloat16,
-) -> None:
+) -> str:
     """Write a trained head or draft model; ``folder`` appears whole or not at all.
 
     Args:
@@ -81,6 +84,9 @@ def export_head(
             engines that do not take the target's.
         layout: of EAGLE-3: ``speculators`` or ``safeailab``; the others have one.
         dtype: of the stored weights.
+
+    Returns:
+        SHA-256 in hex that names the stored tensors, whatever the manifest says beside them.
 
     Raises:
         CheckpointError: a weight is missing, of another shape or not finite, or the folder cannot
@@ -116,6 +122,7 @@ def export_head(
     check_fit(config.weight_shapes(), stored, folder)
     files = _files(config, stored, target, layout=layout, acceptance=acceptance)
     write_folder(folder, files.contents(), about, num_bytes=files.num_bytes)
+    return _tensors_sha256(folder)
 
 
 def _files(
@@ -164,6 +171,13 @@ def _completed(
         return config, {name: tensor.clone() for name, tensor in whole.items()}
     finally:
         checkpoint.weights.close()
+
+
+def _tensors_sha256(folder: Path) -> str:
+    """One over those of the tensor files, which the manifest lists."""
+    files = verify_folder(folder, hashes=False).files
+    listed = sorted((name, sha) for name, (_, sha) in files.items() if name.endswith(_TENSORS))
+    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 
 def _is_export(folder: Path) -> bool:

@@ -33,9 +33,9 @@ from torch import Tensor
 from outrider.errors import CheckpointError, ParameterError
 from outrider.models.decoder import FINAL_STATE, Decoder
 from outrider.models.loading.safetensors_file import StoredTensor, open_tensors, write_tensors
+from outrider.training.answers import Response
 from outrider.training.identity import TargetIdentity
 from outrider.training.packing import TrainingSequence
-from outrider.training.responses import Response
 from outrider.training.states import check_captures, target_states
 from outrider.training.store import TENSORS, Manifest, sole_writer, verify_folder, write_folder
 from outrider.types import ProgressCallback
@@ -58,6 +58,22 @@ class FeatureSource(Protocol):
     def sequence(self, index: int) -> TrainingSequence:
         """One sequence; its tensors are the caller's to keep."""
         ...
+
+
+class FeaturePart:
+    """Some of a source's sequences."""
+
+    def __init__(self, source: FeatureSource, indices: range) -> None:
+        self._source = source
+        self._indices = indices
+        self.lengths = [source.lengths[index] for index in indices]
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def sequence(self, index: int) -> TrainingSequence:
+        """One of them."""
+        return self._source.sequence(self._indices[index])
 
 
 class LiveFeatures:

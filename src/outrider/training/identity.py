@@ -6,7 +6,6 @@ nothing for another model, precision or tokenizer, and nothing in their numbers 
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from outrider.errors import CheckpointError
 from outrider.models.loading import LoadedCheckpoint
-from outrider.models.loading.cache import publish
+from outrider.training.files import read_json, write_json
 
 IDENTITY = "target.json"
 
@@ -49,20 +48,13 @@ class TargetIdentity:
 
         Raises:
             CheckpointError: the data is another target's, or the record cannot be read or written.
+            CapacityError: the disk is full.
         """
-        path = folder / IDENTITY
-        try:
-            if path.exists():
-                self.require_same(json.loads(path.read_text(encoding="utf-8")), folder)
-                return
-            partial = folder / f".{IDENTITY}.partial"
-            folder.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-            publish(partial, path)
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror or error}") from None
-        except ValueError:
-            raise CheckpointError(f"{path}: damaged: it is not JSON") from None
+        recorded = read_json(folder / IDENTITY)
+        if recorded is None:
+            write_json(folder / IDENTITY, asdict(self))
+        else:
+            self.require_same(recorded, folder)
 
     def require_same(self, recorded: dict[str, Any], where: Path) -> None:
         """Refuse data that was made with another target.

@@ -8,16 +8,16 @@ by :mod:`outrider.training.loop`, drawn by :mod:`outrider.report.curve`.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from outrider.errors import CapacityError, CheckpointError
+from outrider.errors import CheckpointError
 from outrider.models.loading.cache import publish
+from outrider.training.files import writing
 
 LOG, TIMES = "log.jsonl", "times.jsonl"
 
@@ -68,26 +68,6 @@ class JsonLines:
         """Let go of the file; lines that were not synced belong to no checkpoint and may go."""
         with suppress(OSError):
             self._file.close()
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Say what is wrong when ``path`` cannot be written.
-
-    Raises:
-        CapacityError: the disk or the quota is full.
-        CheckpointError: it cannot be written for another reason.
-    """
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CapacityError(
-                f"{path}: {reason}; what was saved before is untouched: make room, then run the "
-                "same command again"
-            ) from None
-        raise CheckpointError(f"{path}: cannot be written: {reason}") from None
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -24,8 +24,10 @@ from outrider.errors import CheckpointError, ParameterError, TrainingError
 from outrider.training.distributed import ALONE, Processes
 from outrider.training.features import FeatureSource
 from outrider.training.log import LOG
+from outrider.training.loop_figures import Counts, LiveLine
+from outrider.training.loop_settings import LoopSettings, learning_rate
 from outrider.training.packing import pack, plan_batches
-from outrider.training.recipes import Recipe, StepResults, predicted_acceptance
+from outrider.training.recipes import Recipe, StepResults
 from outrider.training.run_log import RunLog
 from outrider.training.store import (
     SkipCallback,
@@ -41,67 +43,6 @@ from outrider.types import ProgressCallback
 
 CHECKPOINTS = "checkpoints"
 _PATTERN = "step-*"
-_REPORT_EVERY_S = 0.5
-_SMOOTHING = 0.95  # of the figures that are shown, not of those that are logged
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopSettings:
-    """How the loop runs.
-
-    Attributes:
-        epochs: passes over the data.
-        tokens_per_batch: most tokens that are computed at once.
-        batches_per_step: batches of one optimiser step, which several processes share.
-        learning_rate: at its peak; AdamW's, warmed up linearly, then a half cosine.
-        warmup_steps: of the linear part, at most a tenth of all steps.
-        final_rate: fraction of the peak at the last step.
-        weight_decay: on matrices; norms and biases have none.
-        betas: AdamW's.
-        clip_norm: largest norm of the whole gradient.
-        autocast: products in bfloat16, weights and sums in float32.
-        seed: of the order of the data.
-        log_every: steps averaged into one line of the log.
-        validate_every: steps between two looks at the held-out sequences.
-        checkpoint_every: steps between two checkpoints; the last step always is one.
-        keep: checkpoints that stay.
-
-    Raises:
-        ParameterError: a value is out of range.
-    """
-
-    epochs: int = 3
-    tokens_per_batch: int = 4096
-    batches_per_step: int = 1
-    learning_rate: float = 1e-3
-    warmup_steps: int = 100
-    final_rate: float = 0.02
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip_norm: float = 0.5
-    autocast: bool = True
-    seed: int = 0
-    log_every: int = 10
-    validate_every: int = 200
-    checkpoint_every: int = 100
-    keep: int = 2
-
-    def __post_init__(self) -> None:
-        counts = ("epochs", "tokens_per_batch", "log_every", "validate_every", "checkpoint_every")
-        for name in (*counts, "batches_per_step", "keep"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ParameterError(f"{name}: {value} is below 1; give a whole number from 1 on")
-        for name in ("learning_rate", "clip_norm"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise ParameterError(f"{name}: {value} is not a number above 0, such as 0.001")
-        if not 0 <= self.final_rate <= 1:
-            raise ParameterError(f"final_rate: {self.final_rate} is outside [0, 1]; 0.02 is usual")
-        for name in ("warmup_steps", "weight_decay"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ParameterError(f"{name}: {value} is not a number from 0 on; 0 is none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,45 +58,6 @@ class TrainingResult:
     seconds: float
     acceptance: float
     accuracy: tuple[float, ...]
-
-
-@dataclass(slots=True)
-class _Counts:
-    """Sums of ``StepResults`` over batches."""
-
-    loss: list[float]
-    rows: list[int]
-    hits: list[int]
-    tested: list[int]
-    joint: list[int]
-
-    @classmethod
-    def none(cls) -> _Counts:
-        return cls([], [], [], [], [])
-
-    def add(self, results: StepResults) -> None:
-        self.merge(_Counts(*(getattr(results, f"{name}_S").tolist() for name in self.__slots__)))
-
-    def merge(self, other: _Counts) -> None:
-        for name in self.__slots__:
-            sums, new = getattr(self, name), getattr(other, name)
-            sums += [0] * (len(new) - len(sums))
-            setattr(self, name, [a + b for a, b in zip(sums, new, strict=True)])
-
-    @property
-    def accuracy(self) -> list[float]:
-        return [hits / max(1, rows) for hits, rows in zip(self.hits, self.rows, strict=True)]
-
-    @property
-    def acceptance(self) -> float:
-        return predicted_acceptance(self.tested, self.joint)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "losses": [x / max(1, n) for x, n in zip(self.loss, self.rows, strict=True)],
-            "accuracy": self.accuracy,
-            "acceptance": self.acceptance,
-        }
 
 
 class TrainingLoop:
@@ -206,8 +108,8 @@ class TrainingLoop:
         self._held_out = held_out
         self._folder = folder
         self._settings = settings
-        self._about = {**about, "loop": _about(settings)}
-        self._report = _Report(on_progress)
+        self._about = {**about, "loop": settings.deciding()}
+        self._live = LiveLine(on_progress)
         self._on_skip = on_skip
         self._device = next(recipe.parameters()).device
         self._trained = processes.share(recipe)
@@ -228,7 +130,7 @@ class TrainingLoop:
         self._step = 0
         self._tokens = 0
         self._seconds = 0.0
-        self._running = _Counts.none()
+        self._running = Counts.none()
 
     @property
     def num_steps(self) -> int:
@@ -259,7 +161,7 @@ class TrainingLoop:
         self._tell_of_lost_lines()
         try:
             started = time.perf_counter() - self._seconds
-            self._report.begin(self._tokens, self._seconds)
+            self._live.begin(self._tokens)
             while self._step < self.num_steps:
                 size = self._settings.batches_per_step
                 self._train(self._order[self._step * size : (self._step + 1) * size])
@@ -292,15 +194,15 @@ class TrainingLoop:
         self._step += 1
         self._tokens += sum(self._features.lengths[i] for batch in batches for i in batch)
         self._running.merge(counts)
-        self._report.step(self._step, self.num_steps, self._tokens, counts)
+        self._live.step(self._step, self.num_steps, self._tokens, counts)
 
-    def _backward(self, batches: Sequence[Sequence[int]]) -> _Counts:
+    def _backward(self, batches: Sequence[Sequence[int]]) -> Counts:
         """The gradient of the mean loss over all rows of all batches, and their counts.
 
         How many rows count is known after their forward pass: each batch's loss is divided by the
         rows of the first one, and in the end their sum is put right.
         """
-        counts, scale = _Counts.none(), 0
+        counts, scale = Counts.none(), 0
         for indices, is_own in self._processes.divide(batches):
             own = self._losses(self._features, indices, counts=is_own)
             results = self._processes.sum(own)
@@ -333,21 +235,21 @@ class TrainingLoop:
         if step % settings.log_every == 0 or is_last:
             self._log.add_figures(step, {"tokens": self._tokens, **self._running.to_json()})
             self._log.add_times(step, {"seconds": self._seconds, "tokens": self._tokens})
-            self._running = _Counts.none()
+            self._running = Counts.none()
         if step % settings.validate_every == 0 or is_last:
             self._log.add_figures(step, {"validation": self._validate().to_json()})
         if step % settings.checkpoint_every == 0 or is_last:
             self._save()
 
     @torch.no_grad()
-    def _validate(self) -> _Counts:
+    def _validate(self) -> Counts:
         """Look at all held-out sequences."""
         self._recipe.eval()
-        counts = _Counts.none()
+        counts = Counts.none()
         for indices, is_own in self._processes.divide(self._validation):
             results = self._losses(self._held_out, indices, counts=is_own)
             counts.add(self._processes.sum(results))
-        self._report.validated(counts)
+        self._live.validated(counts)
         return counts
 
     def _losses(
@@ -401,7 +303,7 @@ class TrainingLoop:
         restore_random_state(saved.state["random"])
         self._step, self._tokens = saved.state["step"], saved.state["tokens"]
         self._seconds = saved.state["seconds"]
-        self._running = _Counts(**saved.state["running"])
+        self._running = Counts(**saved.state["running"])
 
     def _tell_of_lost_lines(self) -> None:
         """A log that ends before the checkpoint has lost lines, which nothing brings back."""
@@ -412,57 +314,6 @@ class TrainingLoop:
                 f"its lines between step {self._log.kept_step} and the checkpoint's {self._step} "
                 "are lost",
             )
-
-
-class _Report:
-    """What a person sees while it runs."""
-
-    def __init__(self, on_progress: ProgressCallback | None) -> None:
-        self._on_progress = on_progress
-        self._accuracy: list[float] = []
-        self._loss = math.nan
-        self._acceptance = math.nan
-        self._due_s = 0.0
-
-    def begin(self, tokens: int, seconds: float) -> None:
-        self._tokens_before, self._began_s = tokens, time.perf_counter()
-        self._seconds_before = seconds
-
-    def step(self, step: int, num_steps: int, tokens: int, counts: _Counts) -> None:
-        if self._on_progress is None:
-            return
-        accuracy, loss = counts.accuracy, counts.loss[0] / max(1, counts.rows[0])
-        if self._accuracy:
-            old = zip(self._accuracy, accuracy, strict=True)
-            accuracy = [_SMOOTHING * a + (1 - _SMOOTHING) * b for a, b in old]
-            loss = _SMOOTHING * self._loss + (1 - _SMOOTHING) * loss
-        self._accuracy, self._loss = accuracy, loss
-        now = time.perf_counter()
-        if now < self._due_s and step < num_steps:
-            return
-        self._due_s = now + _REPORT_EVERY_S
-        rate = (tokens - self._tokens_before) / max(1e-9, now - self._began_s)
-        left = (num_steps - step) * (now - self._began_s) * tokens / max(1, step)
-        left /= max(1, tokens - self._tokens_before)
-        shown = " ".join(f"{value:.2f}" for value in accuracy)
-        parts = [f"step {step:,}/{num_steps:,}", f"loss {loss:.3f}", f"right {shown}"]
-        if not math.isnan(self._acceptance):
-            parts.append(f"acceptance {self._acceptance:.2f}")
-        parts += [f"{rate:,.0f} tokens/s", f"{_duration(left)} left"]
-        self._on_progress("training: " + ", ".join(parts), step / num_steps)
-
-    def validated(self, counts: _Counts) -> None:
-        self._acceptance = counts.acceptance
-
-
-def learning_rate(step: int, num_steps: int, settings: LoopSettings) -> float:
-    """Linear warm-up, then half a cosine down to ``final_rate`` of the peak at the last step."""
-    warmup = min(settings.warmup_steps, num_steps // 10)
-    if step < warmup:
-        return settings.learning_rate * (step + 1) / (warmup + 1)
-    done = (step - warmup) / max(1, num_steps - 1 - warmup)
-    low = settings.final_rate
-    return settings.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 def require_same_run(recorded: dict[str, Any], current: dict[str, Any], folder: Path) -> None:
@@ -501,22 +352,3 @@ def _optimizer(recipe: Recipe, settings: LoopSettings) -> torch.optim.AdamW:
         betas=settings.betas,
         fused=True,
     )
-
-
-def _about(settings: LoopSettings) -> dict[str, Any]:
-    """What of the settings decides the result, as it comes back from JSON."""
-    fields = asdict(settings)
-    fields["betas"] = list(fields["betas"])
-    for name in ("checkpoint_every", "keep"):
-        del fields[name]
-    if settings.batches_per_step == 1:  # what it always was before there was a choice
-        del fields["batches_per_step"]
-    return fields
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

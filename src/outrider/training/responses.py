@@ -19,14 +19,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
 
 from outrider.bench.guards import MIN_TOKENS, loop_start
 from outrider.config import SamplingParams
-from outrider.errors import CheckpointError, ParameterError
+from outrider.errors import ParameterError
 from outrider.llm import ENOUGH_EVERY, LLM
 from outrider.models.loading.cache import exclusive
-from outrider.training.log import writing
+from outrider.training.answers import Answers, Response, append, open_to_append
+from outrider.training.files import writing
 from outrider.training.prompts import TrainingPrompt
 from outrider.types import Completion, FinishReason, ProgressCallback
 
@@ -71,40 +71,23 @@ class ResponseSettings:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Response:
-    """One answered turn: what the target read, and what it wrote under which parameters."""
-
-    id: str
-    category: str
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
-    temperature: float
-    seed: int
-    finish_reason: str
-
-
 @dataclass(frozen=True, slots=True)
 class AnswerCounts:
-    """What a run of this stage did."""
+    """What a run of this stage did.
+
+    Attributes:
+        answered: turns.
+        tokens: of their answers.
+        too_long: prompts that do not fit the context.
+        waiting: prompts that need answers which are not there yet.
+        failed: prompts at which the target's logits were not finite; asked again the next time.
+    """
 
     answered: int
     tokens: int
     too_long: int
     waiting: int
-
-
-def read_responses(folder: Path) -> dict[str, Response]:
-    """All answers in a data folder by id, in the order in which they were written, file by file.
-
-    A last line that an interrupted run left unfinished is passed over.
-
-    Raises:
-        CheckpointError: a line in the middle of a file is damaged; names file and line.
-    """
-    answers = _Answers(folder)
-    answers.refresh()
-    return answers.by_id
+    failed: int = 0
 
 
 def answer_prompts(
@@ -130,7 +113,7 @@ def answer_prompts(
         on_progress: told the rate and the fraction done.
 
     Returns:
-        Counts; ``waiting`` prompts need answers that another part has not written yet.
+        Counts; what waits needs answers of another part, or of a prompt that was passed over.
 
     Raises:
         ParameterError: no such part, or another process answers it.
@@ -152,7 +135,7 @@ def answer_prompts(
         with writing(path):
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(exclusive(folder / f".{path.name}.lock", refuse))
-        answers = _Answers(folder)
+        answers = Answers(folder)
         answers.refresh()
         queue = _Queue(prompts[k - 1 :: n], answers, llm, settings)
         # A part answers for its own file; a single process for whatever parts wrote before it.
@@ -160,45 +143,22 @@ def answer_prompts(
         share = None if max_tokens is None else -(-max_tokens // n)
         progress = _Progress(before, queue, share, on_progress)
         with writing(path):
-            file = stack.enter_context(_open_to_append(path))
+            file = stack.enter_context(open_to_append(path))
         runs = llm.generate_each(_until(queue, progress), is_enough=_is_looping)
         stack.callback(runs.close)
         for index, completion in runs:
             response = queue.take(index, completion)
             if response is not None:
                 with writing(path):
-                    _append(file, json.dumps(asdict(response)).encode() + b"\n")
+                    append(file, json.dumps(asdict(response)).encode() + b"\n")
                 progress.count(response)
-    return AnswerCounts(progress.answered, progress.tokens, queue.too_long, len(queue.blocked))
-
-
-class _Answers:
-    """The answers in a folder, read as the files grow."""
-
-    def __init__(self, folder: Path) -> None:
-        self.by_id: dict[str, Response] = {}
-        self.tokens_of: dict[Path, int] = {}
-        self._folder = folder
-        self._offsets: dict[Path, int] = {}
-        self._lines: dict[Path, int] = {}
-
-    def refresh(self) -> None:
-        """Read what was appended since the last call, by whichever process."""
-        for path in sorted(self._folder.glob("responses*.jsonl")):
-            with path.open("rb") as file:
-                file.seek(self._offsets.get(path, 0))
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break  # still being written, or cut off
-                    self._offsets[path] = self._offsets.get(path, 0) + len(line)
-                    self._lines[path] = self._lines.get(path, 0) + 1
-                    response = _parse(line, path, self._lines[path])
-                    self.by_id.setdefault(response.id, response)
-                    written = self.tokens_of.get(path, 0) + len(response.response_ids)
-                    self.tokens_of[path] = written
-
-    def get(self, response_id: str) -> Response | None:
-        return self.by_id.get(response_id)
+    return AnswerCounts(
+        answered=progress.answered,
+        tokens=progress.tokens,
+        too_long=queue.too_long,
+        waiting=len(queue.blocked),
+        failed=queue.failed,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,12 +182,12 @@ class _Queue:
     def __init__(
         self,
         prompts: Sequence[TrainingPrompt],
-        answers: _Answers,
+        answers: Answers,
         llm: LLM,
         settings: ResponseSettings,
     ) -> None:
         self.blocked: deque[tuple[TrainingPrompt, int]] = deque()
-        self.too_long = 0
+        self.too_long = self.failed = 0
         self.num_open = sum(
             len(p.turns) - sum(turn_id(p, turn) in answers.by_id for turn in range(len(p.turns)))
             for p in prompts
@@ -263,6 +223,7 @@ class _Queue:
         """Turn a completion into a response, or into the next job of its prompt."""
         job = self._out.pop(index)
         if completion.finish_reason is FinishReason.ERROR:
+            self.failed += 1
             return None
         if job.is_opener:
             text = job.prompt.turns[0] + self._tokenizer.decode(_without_loop(completion)[0])
@@ -417,40 +378,3 @@ def _user(text: str) -> dict[str, str]:
 
 def _assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
-
-
-def _parse(line: bytes, path: Path, number: int) -> Response:
-    try:
-        fields: dict[str, Any] = json.loads(line)
-        return Response(
-            id=str(fields["id"]),
-            category=str(fields["category"]),
-            prompt_ids=tuple(map(int, fields["prompt_ids"])),
-            response_ids=tuple(map(int, fields["response_ids"])),
-            temperature=float(fields["temperature"]),
-            seed=int(fields["seed"]),
-            finish_reason=str(fields["finish_reason"]),
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path}, line {number}: not an answer ({error}); remove the line, or the file to have "
-            "its prompts answered again"
-        ) from None
-
-
-def _open_to_append(path: Path) -> BinaryIO:
-    """Open for appending, unbuffered, behind the last whole line."""
-    if path.exists():
-        data = path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            with path.open("r+b") as file:
-                file.truncate(whole)
-    return path.open("ab", buffering=0)
-
-
-def _append(file: BinaryIO, line: bytes) -> None:
-    """Write all of a line: near the end of a disk, a write may take only part of it."""
-    rest = memoryview(line)
-    while rest:
-        rest = rest[file.write(rest) :]
