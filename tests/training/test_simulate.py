@@ -23,7 +23,8 @@ from outrider.models.loading.cache import cache_root
 from outrider.models.loading.hub import DEFAULT_MODEL, resolve
 from outrider.models.machine import ResultCache, preferred_dtype
 from outrider.scheduler import Request
-from outrider.training.simulate import Recording, capture_states, captured_states, simulate
+from outrider.training.simulate import Recording, captured_states, simulate
+from outrider.training.states import states_of
 from outrider.types import FinishReason, SpeculationStats
 from tests.draft_modules import oracle_drafter, random_drafter
 from tests.engines import new_engine, submit
@@ -92,7 +93,7 @@ def recorded(target: Decoder, requests: Sequence[Request], captures) -> list[Rec
             request.token_ids[: request.prompt_len],
             request.token_ids[request.prompt_len :],
             request.params,
-            capture_states(target, request.token_ids, captures) if captures else None,
+            states_of(target, request.token_ids, captures) if captures else None,
         )
         for request in requests
     ]
@@ -258,7 +259,7 @@ def test_the_end_of_a_recording_cut_short_is_not_drafted_past(target: Decoder) -
     cut = []
     for request in plain:
         prompt, kept = texts_of(request, num_kept=11)
-        hidden_TC = capture_states(target, [*prompt, *kept], drafter.captures)
+        hidden_TC = states_of(target, [*prompt, *kept], drafter.captures)
         cut.append(Recording(prompt, kept, request.params, hidden_TC))
     # One token without drafts, then 4, 4, and of the last chain the 2 that are still known.
     expected = SpeculationStats(verify_steps=4, drafted=9, accepted=8, accepted_at=[3, 3, 2])

@@ -36,7 +36,7 @@ from outrider.models.loading.safetensors_file import StoredTensor, open_tensors,
 from outrider.training.answers import Response
 from outrider.training.identity import TargetIdentity
 from outrider.training.packing import TrainingSequence
-from outrider.training.states import check_captures, target_states
+from outrider.training.states import check_captures, states_of, target_states
 from outrider.training.store import TENSORS, Manifest, sole_writer, verify_folder, write_folder
 from outrider.types import ProgressCallback
 
@@ -101,8 +101,7 @@ class LiveFeatures:
         """One sequence, by a pass of the target."""
         response = self._responses[index]
         token_ids = response.prompt_ids + response.response_ids
-        pieces = target_states(self._target, [token_ids], (*self._captures, FINAL_STATE))
-        hidden_TC = torch.cat([hidden_RC for _, _, hidden_RC in pieces])
+        hidden_TC = states_of(self._target, token_ids, (*self._captures, FINAL_STATE))
         width = len(self._captures) * self._target.config.hidden_size
         return TrainingSequence(
             token_ids=token_ids,

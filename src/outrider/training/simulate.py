@@ -35,14 +35,13 @@ from outrider.config import FIRST_STEP_TOKENS, EngineConfig, SamplingParams
 from outrider.drafters import Drafter
 from outrider.errors import ParameterError
 from outrider.models.decoder import FINAL_STATE, Decoder
-from outrider.models.layers import Segment
 from outrider.sampling import NOT_FINITE, RequestSampler
+from outrider.training.states import states_of
 from outrider.tree import DraftTree
 from outrider.types import Completion, ProgressCallback, SpeculationStats, Verdict
 from outrider.verify import walk
 
 _PREFILL_CHUNK = EngineConfig().prefill_chunk
-_CAPTURE_ROWS = 256  # of one pass over a finished text
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,28 +182,10 @@ def recordings_of(
     for ids, completion, asked in zip(prompts, completions, params, strict=True):
         hidden_TC = None
         if captures:
-            hidden_TC = capture_states(target, [*ids, *completion.token_ids], captures)
+            hidden_TC = states_of(target, [*ids, *completion.token_ids], captures)
         in_force = replace(asked, seed=completion.seed)
         recordings.append(Recording(ids, completion.token_ids, in_force, hidden_TC))
     return recordings
-
-
-def capture_states(target: Decoder, tokens: Sequence[int], captures: Sequence[int]) -> Tensor:
-    """The target's states ``[T, C]`` at every position of a finished text, in its compute dtype.
-
-    ``captures`` as in :meth:`Decoder.forward`.
-    """
-    cache = target.new_cache(max_batch_size=1, num_slots=len(tokens))
-    row = cache.allocate()
-    pieces = []
-    for start in range(0, len(tokens), _CAPTURE_ROWS):
-        chunk = tokens[start : start + _CAPTURE_ROWS]
-        segment = Segment(row, chunk, range(len(chunk)), num_silent=len(chunk))
-        output = target.forward([segment], cache, capture=captures)
-        cache.extend(row, len(chunk))
-        assert output.hidden_RC is not None
-        pieces.append(output.hidden_RC)
-    return torch.cat(pieces)
 
 
 class _Replay:

@@ -58,6 +58,15 @@ def target_states(
                 yield i, start, piece_RC
 
 
+def states_of(target: Decoder, tokens: Sequence[int], capture: Sequence[int]) -> Tensor:
+    """The target's states ``[T, C]`` along one sequence, in its compute dtype.
+
+    Raises:
+        CheckpointError: a state is not finite.
+    """
+    return torch.cat([piece_RC for _, _, piece_RC in target_states(target, [tokens], capture)])
+
+
 def check_captures(captures: Sequence[int], num_layers: int) -> None:
     """Check a choice of layers.
 
