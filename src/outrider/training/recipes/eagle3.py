@@ -26,7 +26,7 @@ from outrider.training.recipes.layers import (
     copy_layer,
     randomise,
 )
-from outrider.training.recipes.recursion import AHEAD, plan_steps, run_steps
+from outrider.training.recipes.recursion import AHEAD, scored_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,14 +119,9 @@ class Eagle3Recipe(Recipe):
     def losses(self, batch: Batch) -> StepResults:
         """Training-time test over the batch; ``batch.states_PC`` holds the captured states."""
         only_response = self.objective.loss_on == "response"
-        steps = plan_steps(batch, self.num_steps, only_response=only_response)
-        outputs = run_steps(self, batch, steps)
-        return self.score(
-            batch,
-            [output[step.scored_R] for output, step in zip(outputs, steps, strict=True)],
-            [step.row_R[step.scored_R] for step in steps],
-            output_head_WD=None if self.lm_head is None else self.lm_head.weight,
-        )
+        students, rows = scored_steps(self, batch, self.num_steps, only_response=only_response)
+        output_head_WD = None if self.lm_head is None else self.lm_head.weight
+        return self.score(batch, students, rows, output_head_WD=output_head_WD)
 
     def head_config(self) -> Eagle3Config:
         """The head; an output head that is not trained is the target's."""

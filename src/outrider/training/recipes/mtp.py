@@ -27,7 +27,7 @@ from outrider.training.recipes.layers import (
     copy_layer,
     randomise,
 )
-from outrider.training.recipes.recursion import AHEAD, plan_steps, run_steps
+from outrider.training.recipes.recursion import AHEAD, scored_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,13 +100,8 @@ class MtpRecipe(Recipe):
     def losses(self, batch: Batch) -> StepResults:
         """Training-time test over the batch."""
         only_response = self.objective.loss_on == "response"
-        steps = plan_steps(batch, self.num_steps, only_response=only_response)
-        outputs = run_steps(self, batch, steps)
-        return self.score(
-            batch,
-            [output[step.scored_R] for output, step in zip(outputs, steps, strict=True)],
-            [step.row_R[step.scored_R] for step in steps],
-        )
+        students, rows = scored_steps(self, batch, self.num_steps, only_response=only_response)
+        return self.score(batch, students, rows)
 
     def head_config(self) -> MtpConfig:
         """The module, between the target's embedding and output head."""

@@ -108,6 +108,18 @@ def run_steps(head: RecursiveHead, batch: Batch, steps: Sequence[StepRows]) -> l
     return students
 
 
+def scored_steps(
+    head: RecursiveHead, batch: Batch, num_steps: int, *, only_response: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The training-time test over a batch: by step, the scored outputs and their packed rows."""
+    steps = plan_steps(batch, num_steps, only_response=only_response)
+    pairs = zip(run_steps(head, batch, steps), steps, strict=True)
+    return (
+        [output_RD[step.scored_R] for output_RD, step in pairs],
+        [step.row_R[step.scored_R] for step in steps],
+    )
+
+
 class _Memory:
     """Keys and values of step 0 by sequence, and of the later steps by row."""
 
