@@ -33,6 +33,7 @@ VECTOR_WIDTH = 64
 SERIAL_ELEMENTS = 32768
 
 SIMILAR_LENGTH = 0.7  # requests at least this fraction of the longest attend in one padded block
+BLOCK_BYTES = 2**22  # of one block's keys and values in float64: more falls out of the caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,8 @@ class LayerStack:
                 for depth in segment.depths[segment.num_earlier :]
             ]
         )
-        groups = similar_requests(slots.live_lens)
+        slot_bytes = 2 * self.config.num_kv_heads * self.config.head_dim * torch.float64.itemsize
+        groups = similar_requests(slots.live_lens, BLOCK_BYTES // slot_bytes)
         return Pass(
             slots=slots,
             num_rows=sum(counts),
@@ -325,12 +327,17 @@ class LayerStack:
         )
 
 
-def similar_requests(lengths: Sequence[int]) -> list[list[int]]:
-    """Requests grouped so that padding to a group's longest adds little to the others."""
+def similar_requests(lengths: Sequence[int], max_slots: int) -> list[list[int]]:
+    """Requests grouped so that padding to a group's longest adds little to the others.
+
+    A group of several pads to ``max_slots`` slots in all at most.
+    """
     longest_first = sorted(range(len(lengths)), key=lambda b: (-lengths[b], b))
     groups: list[list[int]] = []
     for b in longest_first:
-        if groups and lengths[b] >= SIMILAR_LENGTH * lengths[groups[-1][0]]:
+        longest = lengths[groups[-1][0]] if groups else 0
+        has_room = bool(groups) and longest * (len(groups[-1]) + 1) <= max_slots
+        if has_room and lengths[b] >= SIMILAR_LENGTH * longest:
             groups[-1].append(b)
         else:
             groups.append([b])
