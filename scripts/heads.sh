@@ -22,12 +22,12 @@ outrider=${OUTRIDER:-.venv/bin/outrider}
 # What the target answers, shared by all: a changed setting needs a new data folder.
 answers="--num-prompts 3900 --temperatures 0,1,0,1,0.7 --max-response-tokens 192 --seed 0"
 # How every head trains: the command's defaults.
-training="--epochs 3 --tokens-per-batch 2048 --learning-rate 1e-3 --loss ce"
+training="--epochs 2 --tokens-per-batch 2048 --learning-rate 1e-3 --loss ce"
 # What each method has of its own.
-eagle3="--steps 3 --draft-vocab 16384"
+eagle3="--steps 3 --draft-vocab 20480"
 mtp="--steps 3"
 medusa="--steps 4"
-draft=""
+draft="--layers 0,1,28,29 --mlp-size 768"
 
 train() {
     if [ -e "$kept" ] && [ ! -e "$out/data/responses-kept.jsonl" ]; then
