@@ -7,6 +7,7 @@ constructs is valid everywhere below.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,6 +17,8 @@ from typing import Any
 from outrider.errors import ParameterError
 
 MAX_SEED = 2**64 - 1
+MAX_LOGPROBS = 20
+MAX_GRAMMAR_CHARS = 2**16
 
 # Prompt tokens that a request's first step computes along with its root and drafts: about as many
 # rows as one block of the linears has room for, so they cost next to nothing there.
@@ -44,6 +47,48 @@ class Accept(StrEnum):
     REJECTION = "rejection"
 
 
+class GrammarKind(StrEnum):
+    """How a grammar is written down."""
+
+    JSON_SCHEMA = "json_schema"  # the schema, as JSON
+    JSON_OBJECT = "json_object"  # any JSON object; the text is empty
+    REGEX = "regex"  # the whole answer matches it
+    CHOICE = "choice"  # one of the strings of a JSON list
+    LARK = "lark"  # a context-free grammar in Lark's notation, from "start"
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What an answer must be, word for word; compiled in :mod:`outrider.grammar`.
+
+    Only what needs no compiler is checked here: an unknown kind, a text that is none, or too long.
+
+    Raises:
+        ParameterError: names the value and what is allowed.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        _one_of("grammar kind", self.kind, tuple(GrammarKind))
+        object.__setattr__(self, "kind", GrammarKind(self.kind))
+        if not isinstance(self.text, str):
+            raise ParameterError(
+                f"grammar: the text of a {self.kind} is {reprlib.repr(self.text)}, not a string"
+            )
+        if self.kind is GrammarKind.JSON_OBJECT:
+            if self.text:
+                raise ParameterError(
+                    "grammar: json_object takes no text; leave it out, or use json_schema"
+                )
+        elif not 0 < len(self.text) <= MAX_GRAMMAR_CHARS:
+            raise ParameterError(
+                f"grammar: the {self.kind} has {len(self.text)} characters; allowed: "
+                f"1 .. {MAX_GRAMMAR_CHARS}"
+            )
+
+
 # Methods that read a checkpoint of their own; MTP's may be inside the target's.
 METHODS_WITH_HEAD = (Method.DRAFT, Method.MEDUSA, Method.MTP, Method.EAGLE3)
 
@@ -52,8 +97,8 @@ METHODS_WITH_HEAD = (Method.DRAFT, Method.MEDUSA, Method.MTP, Method.EAGLE3)
 class SamplingParams:
     """How the target picks each token, and when it stops.
 
-    Applied in this order, always given the token's own prefix: penalties, logit bias, forbidden
-    ids (``min_tokens``), temperature, top-k, top-p, min-p; then shared noise and argmax.
+    Applied in this order, always given the token's own prefix: penalties, logit bias, grammar,
+    forbidden ids (``min_tokens``), temperature, top-k, top-p, min-p; then shared noise and argmax.
 
     Attributes:
         temperature: 0 is greedy; the filters then have no effect.
@@ -68,13 +113,20 @@ class SamplingParams:
         seed: 0 .. 2**64 - 1; None draws a fresh private one.
         choice: which of several answers to one prompt; salts the noise.
         max_tokens: most tokens to emit.
-        min_tokens: end-of-sequence and stop ids are forbidden before this many tokens.
+        min_tokens: end-of-sequence and stop ids are forbidden before this many tokens, unless
+            nothing else is possible.
         stop: strings that end the text; the text is cut before them.
         stop_token_ids: further ids that end the text like an end-of-sequence token.
         ignore_eos: go on past the model's own end-of-sequence tokens.
         accept: how drafts are accepted when sampling; both rules leave the target's law as it is,
             but only under ``coupled`` does a seed give the same text whatever is drafted, whenever
             and in whatever batch.
+        logprobs: log-probabilities of each token and of this many likeliest alternatives, 0 .. 20;
+            None is off. They are the target's own, before anything above is applied.
+        grammar: what the text must be. End-of-sequence is possible only where the grammar may end,
+            and a grammar that cannot go on ends the text; under ``ignore_eos`` only that does.
+        max_draft_tokens: most nodes this request verifies in a step, within what the engine drafts;
+            0 is plain decoding, None leaves it to the engine.
 
     Raises:
         ParameterError: a value is out of range; the message names it and the range.
@@ -96,6 +148,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     accept: Accept = Accept.COUPLED
+    logprobs: int | None = None
+    grammar: GrammarSpec | None = None
+    max_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0.0, 100.0)
@@ -122,6 +177,14 @@ class SamplingParams:
         _flag("ignore_eos", self.ignore_eos)
         _one_of("accept", self.accept, tuple(Accept))
         object.__setattr__(self, "accept", Accept(self.accept))
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.grammar is not None and not isinstance(self.grammar, GrammarSpec):
+            raise ParameterError(
+                f"grammar: {reprlib.repr(self.grammar)} is not a GrammarSpec; give one, or None"
+            )
+        if self.max_draft_tokens is not None:
+            _whole("max_draft_tokens", self.max_draft_tokens, 0, 2**31 - 1)
         if not isinstance(self.logit_bias, Mapping):
             raise ParameterError(
                 f"logit_bias: {self.logit_bias!r} does not map token ids to numbers"

@@ -36,12 +36,14 @@ class Request:
         vocab_size: int,
         max_model_len: int,
         speculates: bool,
+        prediction_ids: Sequence[int] = (),
     ) -> None:
         self.request_id = request_id
         self.params = params
         self.token_ids = list(prompt_ids)
         self.prompt_len = len(self.token_ids)
         self.speculates = speculates
+        self.prediction_ids = tuple(prediction_ids)
         self.sampler = RequestSampler(
             params, vocab_size=vocab_size, prompt_ids=self.token_ids, eos_ids=eos_ids
         )
