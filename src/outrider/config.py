@@ -307,6 +307,27 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """How long the queue may get before further requests are refused; None is without a limit.
+
+    Those at the head for which cache rows are free do not count: they run from the next step on.
+
+    Attributes:
+        max_waiting: requests that wait.
+        max_waiting_tokens: their prompt tokens in all.
+    """
+
+    max_waiting: int | None = None
+    max_waiting_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_waiting is not None:
+            _whole("max_waiting", self.max_waiting, 0, 2**31 - 1)
+        if self.max_waiting_tokens is not None:
+            _whole("max_waiting_tokens", self.max_waiting_tokens, 0, 2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How much runs at once, on what, in which precision.
 
@@ -314,7 +335,14 @@ class EngineConfig:
         max_batch_size: requests decoded together.
         max_model_len: prompt plus output tokens of one request; None takes the model's own
             context, at most 2,048 to keep the cache small.
-        prefill_chunk: prompt tokens per prefill pass.
+        max_slots: tokens, prompt and output, of all running requests together; beyond it the one
+            admitted last waits again and is recomputed later. At least ``max_model_len``; None
+            never makes one wait. Drafted tokens have room of their own and do not count.
+        prefill_chunk: prompt tokens that one step computes ahead of the requests' first tokens, of
+            all new requests together; the others go on decoding in the same step.
+        prefix_cache: a request that begins like an earlier one of the same salt starts on its keys
+            and values; a row that is free keeps what it holds until it is needed.
+        admission: how long the queue may get.
         dtype: ``auto`` (bfloat16 where the processor multiplies it natively, else float32),
             ``bfloat16`` or ``float32``.
         device: ``cpu``; other devices are refused in this version.
@@ -326,7 +354,10 @@ class EngineConfig:
 
     max_batch_size: int = 1
     max_model_len: int | None = None
+    max_slots: int | None = None
     prefill_chunk: int = 256
+    prefix_cache: bool = False
+    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     dtype: str = "auto"
     device: str = "cpu"
     threads: int | None = None
@@ -336,6 +367,13 @@ class EngineConfig:
         _whole("max_batch_size", self.max_batch_size, 1, 1024)
         if self.max_model_len is not None:
             _whole("max_model_len", self.max_model_len, 2, 2**24)
+        if self.max_slots is not None:
+            _whole("max_slots", self.max_slots, self.max_model_len or 2, 2**34)
+        _flag("prefix_cache", self.prefix_cache)
+        if not isinstance(self.admission, AdmissionLimits):
+            raise ParameterError(
+                f"admission: {self.admission!r} is not an AdmissionLimits; give one"
+            )
         _whole("prefill_chunk", self.prefill_chunk, 1, 65536)
         _one_of("dtype", self.dtype, ("auto", "bfloat16", "float32"))
         _one_of("device", self.device, ("cpu",))
