@@ -132,6 +132,11 @@ class LLM:
         return self.files.tokenizer
 
     @property
+    def engine(self) -> Engine:
+        """What runs the requests, for whoever schedules them himself, as the server does."""
+        return self._engine
+
+    @property
     def target(self) -> Decoder:
         """The loaded model itself, for what looks at its states."""
         return self._loaded.target
@@ -239,7 +244,7 @@ class LLM:
                     is_new = request.num_output > taken[index] or request.finish_reason is not None
                     if index in completions or not is_new:
                         continue
-                    chunk = self._take(request, taken[index])
+                    chunk = self.take(request, taken[index])
                     taken[index] += len(chunk.token_ids)
                     if chunk.completion is not None:
                         completions[index] = chunk.completion
@@ -338,6 +343,17 @@ class LLM:
         """Like :meth:`chat`, piece by piece."""
         return self.stream(self.tokenizer.encode_chat(messages), params)
 
+    def take(self, request: Request, taken: int) -> TextChunk:
+        """What came of a request of :attr:`engine` behind the first ``taken`` output tokens.
+
+        Its text is what was not handed out yet, so each piece comes once; the completion comes
+        with the call after the request's end.
+        """
+        with self._engine.lock:
+            tokens = tuple(request.token_ids[request.prompt_len + taken :])
+            completion = None if request.finish_reason is None else self._completion(request)
+            return TextChunk(request.output.take_text(), tokens, completion)
+
     def _stream(self, request: Request) -> Generator[TextChunk, None, None]:
         taken = 0
         self._engine.submit(request)
@@ -345,20 +361,13 @@ class LLM:
             while True:
                 if request.finish_reason is None:
                     self._engine.step()
-                chunk = self._take(request, taken)
+                chunk = self.take(request, taken)
                 taken += len(chunk.token_ids)
                 yield chunk
                 if chunk.completion is not None:
                     return
         finally:
             self._engine.abort(request)
-
-    def _take(self, request: Request, taken: int) -> TextChunk:
-        """What came since the last call for this request."""
-        with self._engine.lock:
-            tokens = tuple(request.token_ids[request.prompt_len + taken :])
-            completion = None if request.finish_reason is None else self._completion(request)
-            return TextChunk(request.output.take_text(), tokens, completion)
 
     def _completion(self, request: Request) -> Completion:
         assert request.finish_reason is not None
