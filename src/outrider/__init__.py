@@ -23,7 +23,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "outrider.llm",
     "Completion": "outrider.types",
+    "AdmissionLimits": "outrider.config",
     "EngineConfig": "outrider.config",
+    "EngineStats": "outrider.counters",
     "FinishReason": "outrider.types",
     "Method": "outrider.config",
     "OutriderError": "outrider.errors",
@@ -34,8 +36,10 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AdmissionLimits",
     "Completion",
     "EngineConfig",
+    "EngineStats",
     "FinishReason",
     "Method",
     "OutriderError",
@@ -46,10 +50,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from outrider.config import AdmissionLimits as AdmissionLimits
     from outrider.config import EngineConfig as EngineConfig
     from outrider.config import Method as Method
     from outrider.config import SamplingParams as SamplingParams
     from outrider.config import SpeculationConfig as SpeculationConfig
+    from outrider.counters import EngineStats as EngineStats
     from outrider.errors import OutriderError as OutriderError
     from outrider.llm import LLM as LLM
     from outrider.types import Completion as Completion

@@ -230,7 +230,8 @@ class TextChunk:
 class StepRecord:
     """Where one engine step's time went, in seconds, and how many rows it verified.
 
-    ``draft_passes`` counts the drafter's own forward passes in it (0 for n-gram).
+    ``draft_passes`` counts the drafter's own forward passes in it (0 for n-gram); ``prefill_s`` is
+    the time of the ``prefill_tokens`` prompt tokens that were computed ahead, beside the rest.
     """
 
     num_requests: int
@@ -239,3 +240,5 @@ class StepRecord:
     verify_s: float
     rest_s: float
     draft_passes: int = 0
+    prefill_s: float = 0.0
+    prefill_tokens: int = 0
