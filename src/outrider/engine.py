@@ -38,7 +38,9 @@ from outrider.budget import Budget, CostTable
 from outrider.config import EngineConfig, SamplingParams
 from outrider.counters import Counters, EngineStats
 from outrider.drafters import Drafter
+from outrider.drafters.prediction import PREDICTION_DEPTH
 from outrider.errors import ParameterError, PromptError
+from outrider.grammar import GrammarCompiler, GrammarConstraint
 from outrider.models.decoder import Decoder
 from outrider.models.layers import Segment
 from outrider.output import TextDecoder
@@ -66,6 +68,7 @@ class Engine:
         max_draft_tokens: most nodes one request verifies in a step, root excluded.
         costs: the target's cost table; None verifies everything drafted.
         uses_blocks: the ``rejection`` rule takes drawn chains as a whole.
+        grammars: compiles requests' grammars; None refuses them.
         clock: seconds, for the requests' and the steps' times.
 
     Raises:
@@ -84,6 +87,7 @@ class Engine:
         max_draft_tokens: int,
         costs: CostTable | None,
         uses_blocks: bool = True,
+        grammars: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.max_model_len = max_model_len
@@ -95,6 +99,7 @@ class Engine:
         self._prefill_chunk = config.prefill_chunk
         self._drafter = drafter
         self._uses_blocks = uses_blocks
+        self._grammars = grammars
         self._cache = target.new_cache(
             max_batch_size=config.max_batch_size,
             num_slots=max_model_len + max_draft_tokens,
@@ -110,7 +115,7 @@ class Engine:
             counters=self._counters,
         )
         self._suspects: set[Request] = set()
-        max_rows = config.max_batch_size * (1 + max_draft_tokens)
+        max_rows = config.max_batch_size * (1 + max_draft_tokens + PREDICTION_DEPTH)
         if costs is not None:
             max_rows = min(max_rows, costs.rows[-1])
         self._budget = Budget(costs, max_rows=max_rows)
@@ -133,11 +138,14 @@ class Engine:
         """A request, checked but not yet queued; ``speculates=False`` decodes it plainly.
 
         Keys and values are reused only between requests of the same ``salt``. ``prediction_ids``
-        are tokens that the caller expects, in the target's ids.
+        are tokens that the caller expects, in the target's ids; they are drafted from even where
+        there is no drafter, unless ``speculates`` is False. A new grammar is compiled here, in the
+        caller's thread.
 
         Raises:
             PromptError: an empty prompt, an id outside the vocabulary, or no room for one token.
-            ParameterError: a token id among the parameters is outside the vocabulary.
+            ParameterError: a token id among the parameters or in the prediction is outside the
+                vocabulary, or the grammar does not compile.
         """
         self._check_prompt(prompt_ids)
         return Request(
@@ -149,10 +157,20 @@ class Engine:
             vocab_size=self._target.config.vocab_size,
             max_model_len=self.max_model_len,
             speculates=speculates and self._drafter is not None,
-            prediction_ids=prediction_ids,
+            prediction_ids=prediction_ids if speculates else (),
             salt=salt,
             clock=self._clock,
+            constraint=self._constraint(params),
         )
+
+    def _constraint(self, params: SamplingParams) -> GrammarConstraint | None:
+        if params.grammar is None:
+            return None
+        if self._grammars is None:
+            raise ParameterError(
+                "grammar: this engine has no compiler for grammars; leave the grammar out"
+            )
+        return self._grammars.constraint(params.grammar, ignores_eos=params.ignore_eos)
 
     def submit(self, request: Request) -> None:
         """Queue a request; it runs as soon as a cache row is free.

@@ -21,6 +21,7 @@ from outrider.config import EngineConfig, SamplingParams, SpeculationConfig
 from outrider.drafters import Drafter, DraftSource
 from outrider.engine import Engine
 from outrider.errors import ParameterError, PromptError
+from outrider.grammar import GrammarCompiler
 from outrider.models.architecture import DecoderConfig
 from outrider.models.decoder import Decoder
 from outrider.models.exactness import is_exact, row_policies
@@ -45,7 +46,7 @@ from outrider.pairing import (
 )
 from outrider.scheduler import Request
 from outrider.selfcheck import SelfCheck, check_head
-from outrider.types import Completion, ProgressCallback, TextChunk, Usage
+from outrider.types import Completion, ProgressCallback, TextChunk, TokenLogprobs, Usage
 
 Prompt = str | Sequence[int]
 
@@ -352,7 +353,8 @@ class LLM:
         with self._engine.lock:
             tokens = tuple(request.token_ids[request.prompt_len + taken :])
             completion = None if request.finish_reason is None else self._completion(request)
-            return TextChunk(request.output.take_text(), tokens, completion)
+            logprobs = _logprobs(request, taken)
+            return TextChunk(request.output.take_text(), tokens, completion, logprobs)
 
     def _stream(self, request: Request) -> Generator[TextChunk, None, None]:
         taken = 0
@@ -382,6 +384,8 @@ class LLM:
             fingerprint=self.fingerprint.text,
             seed=request.sampler.seed,
             error=request.error,
+            logprobs=_logprobs(request),
+            prediction=None if request.prediction is None else request.prediction.stats,
         )
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -395,6 +399,13 @@ class LLM:
             raise PromptError(
                 f"prompt: {reprlib.repr(prompt)} is neither a string nor a sequence of token ids"
             ) from None
+
+
+def _logprobs(request: Request, taken: int = 0) -> tuple[TokenLogprobs, ...] | None:
+    """Those of the output tokens behind the first ``taken``, if they were asked for."""
+    if request.params.logprobs is None:
+        return None
+    return tuple(request.output.logprobs[taken:])
 
 
 def plan_pair(
@@ -486,6 +497,7 @@ def _new_engine(
         max_draft_tokens=speculation.num_draft_tokens,
         costs=loaded.costs if speculation.adaptive else None,
         uses_blocks=speculation.block_verification,
+        grammars=GrammarCompiler(tokenizer, loaded.target.config.vocab_size),
     )
 
 

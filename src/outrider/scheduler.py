@@ -25,12 +25,14 @@ from itertools import islice
 
 from outrider.config import FIRST_STEP_TOKENS, AdmissionLimits, SamplingParams
 from outrider.counters import Counters
+from outrider.drafters.prediction import Prediction
 from outrider.errors import OverloadedError
 from outrider.kv_cache import KVCache
 from outrider.output import OutputStream, TextDecoder
 from outrider.prefix_cache import MIN_SHARED, KeptRow, PrefixCache, Reuse, shared_len
-from outrider.sampling import RequestSampler
+from outrider.sampling import RequestSampler, check_ids
 from outrider.types import FinishReason, SpeculationStats, Timing, Verdict
+from outrider.warping import Constraint
 
 # A request is admitted only while there are slots for so many more tokens of each one that runs,
 # or it would soon be made to wait again and all that was computed of it lost.
@@ -48,6 +50,13 @@ class Request:
         num_reused: prompt tokens that were not computed when it was first admitted, because an
             earlier request had left them.
         is_sound: a step has computed finite logits over all that its cache row holds.
+        prediction_ids: tokens that the caller expects.
+        prediction: drafts from them; None where there are none or nothing may be drafted.
+        constraint: what the output must be, if anything.
+
+    Raises:
+        ParameterError: a token id among the parameters or in the prediction is outside the
+            vocabulary, or ``min_tokens`` would forbid every token.
     """
 
     def __init__(
@@ -64,19 +73,29 @@ class Request:
         prediction_ids: Sequence[int] = (),
         salt: str = "",
         clock: Callable[[], float] = time.perf_counter,
+        constraint: Constraint | None = None,
     ) -> None:
         self.request_id = request_id
         self.params = params
         self.token_ids = list(prompt_ids)
         self.prompt_len = len(self.token_ids)
-        self.speculates = speculates
+        may_draft = params.max_draft_tokens != 0
+        self.speculates = speculates and may_draft
         self.salt = salt
         self.prediction_ids = tuple(prediction_ids)
+        check_ids("prediction_ids", self.prediction_ids, vocab_size)
+        predicts = may_draft and bool(self.prediction_ids)
+        self.prediction = Prediction(self.prediction_ids) if predicts else None
+        self.constraint = constraint
         self.sampler = RequestSampler(
-            params, vocab_size=vocab_size, prompt_ids=self.token_ids, eos_ids=eos_ids
+            params,
+            vocab_size=vocab_size,
+            prompt_ids=self.token_ids,
+            eos_ids=eos_ids,
+            constraint=constraint,
         )
         self._max_output = min(params.max_tokens, max_model_len - self.prompt_len)
-        self.output = OutputStream(decoder, params, eos_ids, self._max_output)
+        self.output = OutputStream(decoder, params, eos_ids, self._max_output, constraint)
         self.stats = SpeculationStats()
         self.cache_row: int | None = None
         self.num_reused = 0
@@ -111,7 +130,9 @@ class Request:
     @property
     def max_depth(self) -> int:
         """Deepest node that can still be of use: the step's own pick takes one more place."""
-        return max(0, self._max_output - self.num_output - 1)
+        room = max(0, self._max_output - self.num_output - 1)
+        limit = self.params.max_draft_tokens
+        return room if limit is None else min(room, limit)
 
     @property
     def max_len(self) -> int:
@@ -130,12 +151,16 @@ class Request:
         if self._admitted_s is None:
             self._admitted_s = self._clock()
 
-    def emit(self, verdict: Verdict) -> None:
-        """Append a verdict's tokens one by one, up to the first stop event, and count the step."""
+    def emit(self, verdict: Verdict) -> int:
+        """Append a verdict's tokens one by one, up to the first stop event, and count the step.
+
+        Returns how many there were.
+        """
         before = self.num_output
-        for token in verdict.tokens:
+        for place, token in enumerate(verdict.tokens):
             self.token_ids.append(token)
-            if self.output.push(token) is not None:
+            logprobs = verdict.logprobs[place] if verdict.logprobs else None
+            if self.output.push(token, logprobs) is not None:
                 break
         emitted = self.num_output - before
         # Only what was really emitted counts: nothing behind a stop event was accepted.
@@ -147,7 +172,14 @@ class Request:
             if self._first_token_s is None:
                 self._first_token_s, self._num_first = self._last_token_s, emitted
         if self.finish_reason is None and not verdict.is_finite:
-            self.fail(f"the target's logits at position {len(self.token_ids)} are not finite")
+            self.fail(self._dead_end())
+        return emitted
+
+    def _dead_end(self) -> str:
+        """Why the target picks nothing after the last token."""
+        output_ids = self.output.token_ids
+        failure = None if self.constraint is None else self.constraint.failure(output_ids)
+        return failure or f"the target's logits at position {len(self.token_ids)} are not finite"
 
     def fail(self, message: str) -> None:
         """End with an error; what was emitted stays."""
