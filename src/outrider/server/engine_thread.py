@@ -226,6 +226,7 @@ class EngineThread:
         finally:
             for request in list(self._running):
                 self._engine.abort(request)
+            self._stats = self._engine.stats()
 
     def _step(self) -> None:
         self._step_started_s = time.monotonic()
