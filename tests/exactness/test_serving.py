@@ -82,7 +82,7 @@ def busy_day(engine: Engine, params: SamplingParams) -> list[Request]:
         engine.step()
     for place, request in enumerate(requests[:3]):
         more = random_tokens(vocab_size, 6, seed=place)
-        follow_up = [*request.token_ids, *more][-90:] if place else [*request.token_ids, *more]
+        follow_up = [*request.token_ids, *more]
         requests.append(submit(engine, follow_up, replace(params, seed=200 + place)))
         for _ in range(4):
             engine.step()
@@ -106,8 +106,8 @@ def test_a_text_is_the_same_alone_crowded_preempted_and_on_reused_rows(
 ) -> None:
     engine = new_engine(
         target,
-        drafter_of(method, target, batch=3),
-        max_batch_size=3,
+        drafter_of(method, target, batch=4),
+        max_batch_size=4,
         max_model_len=MAX_LEN,
         max_slots=160,
         prefill_chunk=9,
@@ -132,8 +132,8 @@ def test_a_text_is_the_same_alone_crowded_preempted_and_on_reused_rows(
 def test_reused_and_recomputed_rows_hold_the_same_bits_as_fresh_ones(target: Decoder) -> None:
     engine = new_engine(
         target,
-        drafter_of(Method.NGRAM, target, batch=3),
-        max_batch_size=3,
+        drafter_of(Method.NGRAM, target, batch=4),
+        max_batch_size=4,
         max_model_len=MAX_LEN,
         max_slots=160,
         prefill_chunk=9,
@@ -142,7 +142,7 @@ def test_reused_and_recomputed_rows_hold_the_same_bits_as_fresh_ones(target: Dec
     busy_day(engine, params_of("warm"))
     kept = engine._prefixes.rows
 
-    assert 3 == len(kept)
+    assert 4 == len(kept)
     for row in kept:
         cache = target.new_cache(max_batch_size=1, num_slots=MAX_LEN)
         count = len(row.token_ids)
@@ -167,7 +167,7 @@ def test_a_reused_row_that_is_off_by_one_is_noticed(
 
     monkeypatch.setattr("outrider.kv_cache.KVCache.copy_prefix", wrong)
     engine = new_engine(
-        target, None, max_batch_size=3, max_model_len=MAX_LEN, prefill_chunk=9, prefix_cache=True
+        target, None, max_batch_size=4, max_model_len=MAX_LEN, prefill_chunk=9, prefix_cache=True
     )
     requests = busy_day(engine, params_of("warm"))
 
@@ -178,8 +178,8 @@ def test_a_reused_row_that_is_off_by_one_is_noticed(
 def test_the_size_of_the_prefill_chunks_changes_nothing(target: Decoder, chunk: int) -> None:
     engine = new_engine(
         target,
-        drafter_of(Method.EAGLE3, target, batch=3),
-        max_batch_size=3,
+        drafter_of(Method.EAGLE3, target, batch=4),
+        max_batch_size=4,
         max_model_len=MAX_LEN,
         prefill_chunk=chunk,
     )

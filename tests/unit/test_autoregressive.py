@@ -206,13 +206,13 @@ def run_conversations(checked: Checked, **config: Any) -> tuple[SpeculationStats
     engine = new_engine(
         checked.target,
         checked,
-        max_batch_size=3,
+        max_batch_size=5,
         max_model_len=MAX_LEN,
         prefill_chunk=7,
         prefix_cache=True,
         **config,
     )
-    params = SamplingParams(temperature=0.8, seed=5, max_tokens=20, logit_bias=FEW_TOKENS)
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=30, logit_bias=FEW_TOKENS)
     prompts = [[(7 * place + length) % 331 for place in range(length)] for length in (30, 20, 41)]
     requests = [submit(engine, prompt, params) for prompt in prompts]
     while engine.has_work:
@@ -225,7 +225,7 @@ def run_conversations(checked: Checked, **config: Any) -> tuple[SpeculationStats
     requests += [
         submit(engine, first.token_ids[:40], params),
         submit(engine, [*second.token_ids[:24], 9], params),
-        submit(engine, [*third.token_ids, *range(30)], params),
+        submit(engine, [*third.token_ids, *range(20)], params),
         submit(engine, third.token_ids[:41], params),
     ]
     while engine.has_work:
@@ -241,8 +241,8 @@ def run_conversations(checked: Checked, **config: Any) -> tuple[SpeculationStats
 def test_what_is_adopted_from_other_requests_are_true_rows_too(
     target: Decoder, method: Method, use_tree: bool
 ) -> None:
-    checked = Checked(drafter_of(method, target, use_tree), target)
-    stats, totals = run_conversations(checked, max_slots=150)
+    checked = Checked(drafter_of(method, target, use_tree, batch=5), target)
+    stats, totals = run_conversations(checked, max_slots=100)
 
     assert_speculated(stats, accepted=True, rejected=True)
     assert totals.prefix_hits >= 4
@@ -252,7 +252,7 @@ def test_what_is_adopted_from_other_requests_are_true_rows_too(
 
 
 class AdoptsARowTooMany(AutoregressiveDrafter):
-    """Wrong: also takes the last shared position's row, which is made of the source's next token."""
+    """Wrong: takes the last shared position's row too, which is made of the source's next token."""
 
     def adopt(self, request, source_id, num_tokens, *, takes_over) -> int:
         shift = self.module.token_shift
@@ -262,7 +262,7 @@ class AdoptsARowTooMany(AutoregressiveDrafter):
 
 @pytest.mark.parametrize("method", [Method.EAGLE3, Method.MTP])
 def test_a_row_of_another_requests_token_is_noticed(target: Decoder, method: Method) -> None:
-    drafter = drafter_of(method, target, use_tree=False)
+    drafter = drafter_of(method, target, use_tree=False, batch=5)
     drafter.__class__ = AdoptsARowTooMany
     checked = Checked(drafter, target)
     try:
