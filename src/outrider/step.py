@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 import torch
 
@@ -115,13 +116,15 @@ def _eligible(request: Request, tree: DraftTree) -> DraftTree:
 def _allowed(tree: DraftTree, constraint: Constraint, output_ids: Sequence[int]) -> DraftTree:
     """The nodes that the grammar allows: the target will pick no other.
 
-    Only fixed guesses go: what was drawn, was drawn from a law that the grammar had masked.
+    Only fixed guesses go. A drawn node stays, whatever it is: the ``rejection`` rule's other draws
+    make up for its law, which a look at what was drawn would change.
     """
     keep: set[int] = set()
     for leaf in {*range(1, len(tree))}.difference(tree.parent):
         path = tree.path(leaf)
         num_valid = constraint.num_valid(output_ids, [tree.token[node] for node in path])
         keep.update(path[:num_valid])
+        keep.update(takewhile(tree.drawn.__contains__, path[num_valid:]))
     return tree if len(keep) == tree.num_drafted else tree.keep(sorted(keep))
 
 
