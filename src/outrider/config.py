@@ -55,6 +55,7 @@ class GrammarKind(StrEnum):
     REGEX = "regex"  # the whole answer matches it
     CHOICE = "choice"  # one of the strings of a JSON list
     LARK = "lark"  # a context-free grammar in Lark's notation, from "start"
+    TAGGED_JSON = "tagged_json"  # JSON between tags, as :func:`grammar_notation.as_lark` says
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,11 @@ _JSON_SPACE = r"[ \n\r\t]{1,16}"
 def as_lark(spec: GrammarSpec) -> str:
     """The grammar in Lark's notation, as llguidance reads it.
 
+    The text of ``tagged_json`` is ``{"tags": [{"begin": ..., "schema": ..., "end": ...}, ...],
+    "repeats": ..., "or_text": ...}``: JSON that follows one of the schemas, between its tags; with
+    ``repeats`` once or several times, with ``or_text`` or else any text that does not start with
+    "<", white space aside.
+
     Raises:
         ParameterError: it is no JSON where it should be, or beyond a limit.
     """
@@ -50,12 +55,60 @@ def as_lark(spec: GrammarSpec) -> str:
                     "grammar: %llguidance sets options of the parser, which are fixed; remove it"
                 )
             return spec.text
+        case GrammarKind.TAGGED_JSON:
+            return _tagged_as_lark(_parsed("tagged_json", spec.text))
+
+
+def _tagged_as_lark(wanted: Any) -> str:
+    """One rule for each tag; each schema is a root of its own, so that its references hold."""
+    _check_tagged(wanted)
+    tags = wanted["tags"]
+    alternatives = " | ".join(f"tag_{index}" for index in range(len(tags)))
+    part = "tag+" if wanted["repeats"] else "tag"
+    rules = [f"start: TEXT | {part}" if wanted["or_text"] else f"start: {part}"]
+    rules.append(f"tag: {alternatives}")
+    if wanted["or_text"]:
+        rules.append(r"TEXT: /\s*[^\s<](?s:.*)/")
+    num_pattern_chars = 0
+    for index, tag in enumerate(tags):
+        schema = _checked_schema(json.dumps(tag["schema"]))
+        num_pattern_chars += _num_pattern_chars(schema)
+        begin, end = json.dumps(tag["begin"]), json.dumps(tag["end"])
+        rules.append(f"tag_{index}: {begin} json_{index} {end}")
+        rules.append(f"json_{index}: %json {json.dumps(_with_space(schema))}")
+    _check_length("schemas' patterns", num_pattern_chars)
+    return "\n".join(rules) + "\n"
 
 
 def _schema_as_lark(schema: dict[str, Any] | bool) -> str:
-    if isinstance(schema, dict):
-        schema = {**schema, "x-guidance": {"whitespace_pattern": _JSON_SPACE}}
-    return f"start: %json {json.dumps(schema)}\n"
+    return f"start: %json {json.dumps(_with_space(schema))}\n"
+
+
+def _check_tagged(wanted: Any) -> None:
+    """Refuse a ``tagged_json`` of another shape."""
+    is_whole = isinstance(wanted, dict) and set(wanted) == {"tags", "repeats", "or_text"}
+    tags = wanted["tags"] if is_whole else None
+    if not isinstance(tags, list) or not tags:
+        raise ParameterError(
+            "grammar: a tagged_json has the keys tags (a list that is not empty), repeats and "
+            f"or_text, not {_shown(wanted)}"
+        )
+    for tag in tags:
+        is_tag = isinstance(tag, dict) and set(tag) == {"begin", "schema", "end"}
+        if not is_tag or not all(
+            isinstance(tag[key], str) and tag[key] for key in ("begin", "end")
+        ):
+            raise ParameterError(
+                "grammar: a tag has begin and end, which are not empty, and a schema, not "
+                f"{_shown(tag)}"
+            )
+
+
+def _with_space(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
+    """The schema with our bound on white space."""
+    if isinstance(schema, bool):
+        return schema
+    return {**schema, "x-guidance": {"whitespace_pattern": _JSON_SPACE}}
 
 
 def _checked_schema(text: str) -> dict[str, Any] | bool:
@@ -70,15 +123,10 @@ def _checked_schema(text: str) -> dict[str, Any] | bool:
             "grammar: x-guidance sets options of the parser, which are fixed; remove it"
         )
     targets: dict[str, int] = {}
-    num_pattern_chars = 0
     for key, value in _items(schema):
         if key == "$ref" and isinstance(value, str):
             targets[value] = _depth(_target(schema, value))
-        elif key == "pattern" and isinstance(value, str):
-            num_pattern_chars += len(value)
-        elif key == "patternProperties" and isinstance(value, dict):
-            num_pattern_chars += sum(map(len, value))
-    _check_length("schema's patterns", num_pattern_chars)
+    _check_length("schema's patterns", _num_pattern_chars(schema))
     depth = _depth(schema) + sum(targets.values())
     if depth > MAX_REFERENCE_DEPTH:
         raise ParameterError(
@@ -86,6 +134,17 @@ def _checked_schema(text: str) -> dict[str, Any] | bool:
             f"{depth} deep together; allowed: {MAX_REFERENCE_DEPTH}. Use fewer or flatter ones"
         )
     return schema
+
+
+def _num_pattern_chars(schema: dict[str, Any] | bool) -> int:
+    """Length of all regular expressions in a schema."""
+    num_chars = 0
+    for key, value in _items(schema):
+        if key == "pattern" and isinstance(value, str):
+            num_chars += len(value)
+        elif key == "patternProperties" and isinstance(value, dict):
+            num_chars += sum(map(len, value))
+    return num_chars
 
 
 def _choices(text: str) -> list[str]:

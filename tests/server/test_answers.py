@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -69,13 +71,17 @@ def completion(
 
 def answers(count: int = 1, *, streams: bool = True, limit: int = 10_000) -> Answers:
     requests = [SimpleNamespace() for _ in range(count)]
-    made = Answers(requests, streams=streams, max_buffered_bytes=limit, on_abort=lambda _: None)  # type: ignore[arg-type]
-    return made
+    return Answers(
+        requests,  # type: ignore[arg-type]
+        streams=streams,
+        max_buffered_bytes=limit,
+        on_abort=lambda _: None,
+    )
 
 
 def pieces(text: str, cuts: Sequence[int]) -> list[str]:
     ends = sorted({cut % (len(text) + 1) for cut in cuts} | {0, len(text)})
-    return [text[start:end] for start, end in zip(ends, ends[1:], strict=False)] or [""]
+    return [text[start:end] for start, end in pairwise(ends)] or [""]
 
 
 def entries_of(text: str) -> tuple[TokenLogprobs, ...]:
@@ -162,9 +168,9 @@ def test_at_a_fixed_cadence_the_number_of_batches_tells_nothing_about_steps(
                     made.put(0, TextChunk("", (), completion("x" * sum(steps))))
 
         task = asyncio.create_task(write())
-        sizes = []
-        async for batch in batches(made, interval_s):
-            sizes.append(sum(len(chunk.text) for _, chunk in batch))
+        sizes = [
+            sum(len(chunk.text) for _, chunk in batch) async for batch in batches(made, interval_s)
+        ]
         await task
         return sizes
 
@@ -326,18 +332,29 @@ def test_what_may_become_a_call_is_held_back(text: str, expected: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "parallel", "start"),
+    ("choice", "parallel", "expected"),
     [
-        ("auto", None, "start: TEXT | call+"),
-        (None, False, "start: TEXT | call"),
-        ("required", True, "start: call+"),
-        ("required", False, "start: call"),
+        ("auto", None, (True, True)),
+        (None, False, (False, True)),
+        ("required", True, (True, False)),
+        ("required", False, (False, False)),
     ],
 )
-def test_the_choice_decides_what_the_answer_may_be(choice, parallel, start) -> None:
+def test_the_choice_decides_what_the_answer_may_be(choice, parallel, expected) -> None:
     plan = ToolPlan.of(TOOLS, choice, parallel)
     assert plan is not None
+    wanted = json.loads(plan.grammar().text)
 
-    assert start == plan.grammar().text.splitlines()[0]
+    assert expected == (wanted["repeats"], wanted["or_text"])
     assert ToolPlan.of(TOOLS, "none", None) is None
     assert ToolPlan.of([], "auto", None) is None
+
+
+def test_what_the_grammar_lets_through_is_read_back_as_a_call() -> None:
+    """Both know the notation: tags around JSON are a call with that JSON as arguments."""
+    plan = ToolPlan.of(TOOLS, "required", None)
+    assert plan is not None
+    tags = json.loads(plan.grammar().text)["tags"]
+    text = "".join(f"{tag['begin']}{{}}{tag['end']}" for tag in tags)
+
+    assert [("a", "{}"), ("b-2", "{}")] == [(c.name, c.arguments) for c in plan.parse(text)]

@@ -157,6 +157,23 @@ KINDS = {
     "regex": (r"\d{3}-[a-z]+", "123-abc", "12-"),
     "choice": ('["yes", "no", "a \\"b\\" \\\\ c"]', 'a "b" \\ c', "maybe"),
     "lark": ('start: e\ne: "(" e ")" | "x"\n', "((x))", "((x)))"),
+    "tagged_json": (
+        json.dumps(
+            {
+                "tags": [{"begin": "<call>", "schema": {"type": "object"}, "end": "</call>"}],
+                "repeats": True,
+                "or_text": False,
+            }
+        ),
+        '<call>{"a": 1}</call><call>{}</call>',
+        "<call>[1]",
+    ),
+    "tagged_json": (
+        '{"tags": [{"begin": "<a>", "schema": {"type": "integer"}, "end": "</a>"}], '
+        '"repeats": true, "or_text": false}',
+        "<a>1</a><a>-22</a>",
+        '<a>"1"</a>',
+    ),
 }
 
 

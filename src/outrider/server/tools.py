@@ -24,9 +24,6 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _MIDDLE = '", "arguments": '
 _START = '{"name": "'
 
-# An answer that starts like a call is one; any other start makes it text to its end.
-_TEXT = r"TEXT: /\s*[^\s<](?s:.*)/"
-
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -73,24 +70,21 @@ class ToolPlan:
         return f"{must}. Write each call as {example}\nFunctions:\n{listed}"
 
     def grammar(self) -> GrammarSpec:
-        """What the answer may be.
+        """What the answer may be: text to its end, unless it starts like a call.
 
         Raises:
-            ApiError: a schema has numbers that JSON cannot carry.
+            ApiError: a schema is nested too deeply, or has numbers that JSON cannot carry.
         """
-        calls = "call" if self.is_single else "call+"
-        rules = [
-            f"start: {calls}" if self.is_forced else f"start: TEXT | {calls}",
-            "call: " + " | ".join(f"call_{i}" for i in range(len(self.tools))),
+        tags = [
+            {
+                "begin": f"{OPEN}{_START}{tool.function.name}{_MIDDLE}",
+                "schema": tool.function.parameters or {"type": "object"},
+                "end": "}" + CLOSE,
+            }
+            for tool in self.tools
         ]
-        for index, tool in enumerate(self.tools):
-            name = json.dumps(f"{OPEN}{_START}{tool.function.name}{_MIDDLE}")
-            rules.append(f"call_{index}: {name} arguments_{index} {json.dumps('}' + CLOSE)}")
-            schema = _schema_text(tool.function.parameters or {"type": "object"})
-            rules.append(f"arguments_{index}: %json {schema}")
-        if not self.is_forced:
-            rules.append(_TEXT)
-        return GrammarSpec(GrammarKind.LARK, "\n".join(rules))
+        wanted = {"tags": tags, "repeats": not self.is_single, "or_text": not self.is_forced}
+        return GrammarSpec(GrammarKind.TAGGED_JSON, _json_text(wanted))
 
     def parse(self, text: str) -> tuple[Call, ...]:
         """The calls of a complete answer; none if it is text, or was cut off in a call."""
@@ -141,9 +135,9 @@ def _parse_call(text: str) -> Call | None:
     return Call(name, arguments)
 
 
-def _schema_text(schema: object) -> str:
+def _json_text(value: object) -> str:
     try:
-        return json.dumps(schema, allow_nan=False)
+        return json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         raise refused(
             "tools: a function's parameters are nested too deeply or hold a number that JSON "

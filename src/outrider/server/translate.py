@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.config import Accept, GrammarKind, GrammarSpec, SamplingParams
+from outrider.errors import ParameterError
 from outrider.llm import LLM
 from outrider.models.loading import Tokenizer
-from outrider.scheduler import Request
+from outrider.request import Request
 from outrider.server import tools
 from outrider.server.errors import refused
 from outrider.server.schemas import (
@@ -70,7 +71,14 @@ def prepare_chat(llm: LLM, body: ChatRequest, salt: str) -> Prepared:
         predicted = llm.tokenizer.encode(
             joined(body.prediction.content), add_special_tokens=False, allow_special=False
         )
-    requests = _requests(llm, body, [prompt_ids], params, salt=salt, prediction_ids=predicted)
+    try:
+        requests = _requests(llm, body, [prompt_ids], params, salt=salt, prediction_ids=predicted)
+    except ParameterError as problem:
+        name, _, rest = str(problem).partition(":")
+        if name != "grammar":
+            raise
+        field = "response_format" if plan is None else "tools"
+        raise refused(f"{field}:{rest}", param=field) from None
     return Prepared(requests, body.n or 1, (tuple(prompt_ids),), plan)
 
 
