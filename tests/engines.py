@@ -11,7 +11,7 @@ from outrider.config import EngineConfig, SamplingParams
 from outrider.drafters import Drafter
 from outrider.engine import Engine
 from outrider.models.decoder import Decoder
-from outrider.scheduler import Request
+from outrider.request import Request
 from outrider.types import SpeculationStats
 
 

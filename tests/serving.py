@@ -20,7 +20,8 @@ import torch
 from outrider.config import AdmissionLimits, EngineConfig, SamplingParams
 from outrider.engine import Engine
 from outrider.kv_cache import KVCache
-from outrider.scheduler import Admission, Request
+from outrider.request import Request
+from outrider.scheduler import Admission
 from outrider.tree import DraftTree
 from outrider.types import FinishReason
 from tests.engines import LetterDecoder
@@ -286,7 +287,12 @@ class Server:
 
     def step(self) -> list[Request]:
         self.now += 1.0
-        return self.engine.step()[0]
+        first = self.scheduler.running[:1]
+        num_faults = self.engine.stats().faults
+        changed = self.engine.step()[0]
+        if first and first[0].finish_reason is None and num_faults == self.engine.stats().faults:
+            assert first == self.scheduler.running[:1], "the first one always goes on"
+        return changed
 
     def run(self, limit: int = 2000) -> None:
         """Step until nobody waits or runs; a livelock runs into the limit."""

@@ -42,10 +42,11 @@ from outrider.drafters.prediction import PREDICTION_DEPTH
 from outrider.errors import ParameterError, PromptError
 from outrider.grammar import GrammarCompiler, GrammarConstraint
 from outrider.models.decoder import Decoder
-from outrider.models.layers import Segment
 from outrider.output import TextDecoder
+from outrider.prefill import prefill
 from outrider.prefix_cache import KeptRow, PrefixCache
-from outrider.scheduler import Admission, Request, Scheduler
+from outrider.request import Request
+from outrider.scheduler import Admission, Scheduler
 from outrider.step import speculative_step
 from outrider.types import SpeculationStats, StepRecord
 
@@ -286,49 +287,15 @@ class Engine:
         """Compute the next tokens of new prompts; how many, and the requests that failed."""
         shares = self._scheduler.shares(self._prefill_chunk)
         try:
-            return self._prefill_pass(shares) if shares else (0, [])
+            outcome = prefill(shares, self._target, self._cache, self._drafter)
         except BaseException:
             for request, _ in shares:
-                if request.finish_reason is None:
-                    self._end(request)
+                self._end(request)
             raise
-
-    def _prefill_pass(self, shares: Sequence[tuple[Request, int]]) -> tuple[int, list[Request]]:
-        """One pass over several prompts; where it fails, one pass for each."""
-        segments = [self._chunk(request, count) for request, count in shares]
-        drafting = [request.speculates for request, _ in shares]
-        captures = self._drafter.captures if self._drafter is not None and any(drafting) else ()
-        try:
-            output = self._target.forward(segments, self._cache, capture=captures)
-        except Exception as error:
-            self._counters.faults += 1
-            if len(shares) == 1:
-                self._fail(shares[0][0], error)
-                return 0, [shares[0][0]]
-            parts = [self._prefill_pass([share]) for share in shares]
-            return sum(count for count, _ in parts), [r for _, failed in parts for r in failed]
-        hidden = [None] * len(shares)
-        if output.hidden_RC is not None:
-            hidden = output.hidden_RC.split(output.counts)
-        num_done, failed = 0, []
-        for (request, count), hidden_TC in zip(shares, hidden, strict=True):
-            self._cache.extend(request.row, count)
-            num_done += count
-            if self._drafter is None or not request.speculates:
-                continue
-            try:
-                self._drafter.prefill(request, self._cache.committed(request.row), hidden_TC)
-            except Exception as error:
-                self._counters.faults += 1
-                self._fail(request, error)
-                failed.append(request)
-        return num_done, failed
-
-    def _chunk(self, request: Request, count: int) -> Segment:
-        """The next ``count`` tokens behind what is committed, none of which needs logits."""
-        start = self._cache.committed(request.row)
-        tokens = request.token_ids[start : start + count]
-        return Segment(request.row, tokens, range(count), num_silent=count)
+        self._counters.faults += outcome.num_faults
+        for request, error in outcome.failed:
+            self._fail(request, error)
+        return outcome.num_tokens, [request for request, _ in outcome.failed]
 
     def _decode(self) -> tuple[list[Request], StepRecord | None]:
         """Advance every request whose prompt is there; a suspect of a fault on its own."""

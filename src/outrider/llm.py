@@ -44,7 +44,7 @@ from outrider.pairing import (
     drafter_items,
     open_drafter,
 )
-from outrider.scheduler import Request
+from outrider.request import Request
 from outrider.selfcheck import SelfCheck, check_head
 from outrider.types import Completion, ProgressCallback, TextChunk, TokenLogprobs, Usage
 

@@ -1,8 +1,8 @@
-"""Which requests run: the queue, the running set, and each request's own state.
+"""Which requests run: the queue, the running ones, and what starts on what.
 
-Owns a request from submission to its last token. The engine asks it whom to admit, whose prompt to
-compute, who decodes and who must wait again, and hands it the ones that ended; ``step`` appends
-tokens through :meth:`Request.emit`. Knows no model and no drafter.
+Owns every request's place from its submission to its end. The engine asks it whom to admit, whose
+prompt to compute, who decodes and who must wait again, and hands it the ones that ended. Knows no
+model and no drafter.
 
 First come, first served, at every turn::
 
@@ -17,193 +17,22 @@ for want of slots, hence it ends, and then the next one is first.
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from outrider.config import FIRST_STEP_TOKENS, AdmissionLimits, SamplingParams
+from outrider.config import FIRST_STEP_TOKENS, AdmissionLimits
 from outrider.counters import Counters
-from outrider.drafters.prediction import Prediction
 from outrider.errors import OverloadedError
 from outrider.kv_cache import KVCache
-from outrider.output import OutputStream, TextDecoder
 from outrider.prefix_cache import MIN_SHARED, KeptRow, PrefixCache, Reuse, shared_len
-from outrider.sampling import RequestSampler, check_ids
-from outrider.types import FinishReason, SpeculationStats, Timing, Verdict
-from outrider.warping import Constraint
+from outrider.request import Request
+from outrider.types import FinishReason
 
 # A request is admitted only while there are slots for so many more tokens of each one that runs,
 # or it would soon be made to wait again and all that was computed of it lost.
 _GROWTH = 16
-
-
-class Request:
-    """One prompt on its way to a text.
-
-    ``token_ids`` is prompt plus emitted tokens. Its keys and values are committed up to, and
-    excluding, the last token: that one is the next step's root.
-
-    Attributes:
-        salt: whose request it is; keys and values are reused only where it is the same.
-        num_reused: prompt tokens that were not computed when it was first admitted, because an
-            earlier request had left them.
-        is_sound: a step has computed finite logits over all that its cache row holds.
-        prediction_ids: tokens that the caller expects.
-        prediction: drafts from them; None where there are none or nothing may be drafted.
-        constraint: what the output must be, if anything.
-
-    Raises:
-        ParameterError: a token id among the parameters or in the prediction is outside the
-            vocabulary, or ``min_tokens`` would forbid every token.
-    """
-
-    def __init__(
-        self,
-        request_id: int,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        decoder: TextDecoder,
-        eos_ids: frozenset[int],
-        vocab_size: int,
-        max_model_len: int,
-        speculates: bool,
-        prediction_ids: Sequence[int] = (),
-        salt: str = "",
-        clock: Callable[[], float] = time.perf_counter,
-        constraint: Constraint | None = None,
-    ) -> None:
-        self.request_id = request_id
-        self.params = params
-        self.token_ids = list(prompt_ids)
-        self.prompt_len = len(self.token_ids)
-        may_draft = params.max_draft_tokens != 0
-        self.speculates = speculates and may_draft
-        self.salt = salt
-        self.prediction_ids = tuple(prediction_ids)
-        check_ids("prediction_ids", self.prediction_ids, vocab_size)
-        predicts = may_draft and bool(self.prediction_ids)
-        self.prediction = Prediction(self.prediction_ids) if predicts else None
-        self.constraint = constraint
-        self.sampler = RequestSampler(
-            params,
-            vocab_size=vocab_size,
-            prompt_ids=self.token_ids,
-            eos_ids=eos_ids,
-            constraint=constraint,
-        )
-        self._max_output = min(params.max_tokens, max_model_len - self.prompt_len)
-        self.output = OutputStream(decoder, params, eos_ids, self._max_output, constraint)
-        self.stats = SpeculationStats()
-        self.cache_row: int | None = None
-        self.num_reused = 0
-        self.is_sound = False
-        self.error: str | None = None
-        self.draft_s = 0.0
-        self.verify_s = 0.0
-        self.draft_passes = 0
-        self._clock = clock
-        self._submitted_s = clock()
-        self._admitted_s: float | None = None
-        self._first_token_s: float | None = None
-        self._num_first = 0
-        self._last_token_s: float | None = None
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why the request ended; None while it waits or runs."""
-        return self.output.finish_reason
-
-    @property
-    def row(self) -> int:
-        """The cache row of a running request."""
-        assert self.cache_row is not None, "a request decodes only while it holds a cache row"
-        return self.cache_row
-
-    @property
-    def num_output(self) -> int:
-        """Tokens emitted so far."""
-        return len(self.token_ids) - self.prompt_len
-
-    @property
-    def max_depth(self) -> int:
-        """Deepest node that can still be of use: the step's own pick takes one more place."""
-        room = max(0, self._max_output - self.num_output - 1)
-        limit = self.params.max_draft_tokens
-        return room if limit is None else min(room, limit)
-
-    @property
-    def max_len(self) -> int:
-        """Prompt and output tokens at the very most."""
-        return self.prompt_len + self._max_output
-
-    @property
-    def is_consistent(self) -> bool:
-        """Whether text and tokens agree; a fault in the middle of :meth:`emit` parts them."""
-        return len(self.output.token_ids) == self.num_output
-
-    def admit(self, cache_row: int) -> None:
-        """Leave the queue for a cache row."""
-        self.cache_row = cache_row
-        self.is_sound = False
-        if self._admitted_s is None:
-            self._admitted_s = self._clock()
-
-    def emit(self, verdict: Verdict) -> int:
-        """Append a verdict's tokens one by one, up to the first stop event, and count the step.
-
-        Returns how many there were.
-        """
-        before = self.num_output
-        for place, token in enumerate(verdict.tokens):
-            self.token_ids.append(token)
-            logprobs = verdict.logprobs[place] if verdict.logprobs else None
-            if self.output.push(token, logprobs) is not None:
-                break
-        emitted = self.num_output - before
-        # Only what was really emitted counts: nothing behind a stop event was accepted.
-        self.stats.record(
-            Verdict(verdict.path[:emitted], verdict.tokens[:emitted], verdict.num_drafted)
-        )
-        if emitted:
-            self._last_token_s = self._clock()
-            if self._first_token_s is None:
-                self._first_token_s, self._num_first = self._last_token_s, emitted
-        if self.finish_reason is None and not verdict.is_finite:
-            self.fail(self._dead_end())
-        return emitted
-
-    def _dead_end(self) -> str:
-        """Why the target picks nothing after the last token."""
-        output_ids = self.output.token_ids
-        failure = None if self.constraint is None else self.constraint.failure(output_ids)
-        return failure or f"the target's logits at position {len(self.token_ids)} are not finite"
-
-    def fail(self, message: str) -> None:
-        """End with an error; what was emitted stays."""
-        self.error = message
-        self.output.close(FinishReason.ERROR)
-
-    def abort(self) -> None:
-        """End where it stands, at the caller's wish."""
-        self.output.close(FinishReason.ABORT)
-
-    def timing(self) -> Timing:
-        """The request's clock so far."""
-        now = self._clock()
-        first = self._first_token_s or now
-        return Timing(
-            queue_s=(self._admitted_s or now) - self._submitted_s,
-            first_token_s=first - self._submitted_s,
-            decode_s=(self._last_token_s or first) - first,
-            total_s=(self._last_token_s or now) - self._submitted_s,
-            draft_s=self.draft_s,
-            verify_s=self.verify_s,
-            num_first=self._num_first,
-            draft_passes=self.draft_passes,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,8 +128,11 @@ class Scheduler:
         """
         if not self._waiting or not self._cache.num_free_rows or not self._has_slots():
             return None
-        request = self._waiting.popleft()
+        request = self._waiting[0]
         reuse = self._find_reuse(request)
+        if self._has_twin(request, 0 if reuse is None else reuse.num_tokens):
+            return None
+        self._waiting.popleft()
         row, evicted = self._take_row(request, reuse)
         if reuse is not None and not reuse.takes_over:
             self._cache.copy_prefix(reuse.row, row, reuse.num_tokens)
@@ -402,6 +234,24 @@ class Scheduler:
             if shared >= MIN_SHARED and (best is None or shared > best.num_tokens):
                 best = Reuse(other.request_id, other.row, shared, takes_over=False)
         return best
+
+    def _has_twin(self, request: Request, num_tokens: int) -> bool:
+        """Whether a request that is being computed will save this one half of its work or more.
+
+        Then it waits for that one's first step, as several answers to one prompt do. Otherwise it
+        would start on ``num_tokens`` tokens.
+        """
+        if self._prefixes is None:
+            return False
+        tokens = request.token_ids[:-1]
+        worth_waiting = max(MIN_SHARED, (len(tokens) - num_tokens + 1) // 2)
+        return any(
+            not other.is_sound
+            and other.salt == request.salt
+            and other.speculates >= request.speculates  # or its drafter could not follow
+            and shared_len(other.token_ids[:-1], tokens) - num_tokens >= worth_waiting
+            for other in self._admitted
+        )
 
     def _take_row(self, request: Request, reuse: Reuse | None) -> tuple[int, KeptRow | None]:
         """A free row for a new request, and whose memory went for it."""

@@ -19,7 +19,7 @@ from outrider.engine import Engine
 from outrider.models.decoder import Decoder
 from outrider.models.exactness import random_tokens
 from outrider.models.layers import Segment
-from outrider.scheduler import Request
+from outrider.request import Request
 from outrider.types import SpeculationStats
 from tests.draft_modules import random_drafter
 from tests.engines import new_engine, submit
