@@ -158,17 +158,6 @@ KINDS = {
     "choice": ('["yes", "no", "a \\"b\\" \\\\ c"]', 'a "b" \\ c', "maybe"),
     "lark": ('start: e\ne: "(" e ")" | "x"\n', "((x))", "((x)))"),
     "tagged_json": (
-        json.dumps(
-            {
-                "tags": [{"begin": "<call>", "schema": {"type": "object"}, "end": "</call>"}],
-                "repeats": True,
-                "or_text": False,
-            }
-        ),
-        '<call>{"a": 1}</call><call>{}</call>',
-        "<call>[1]",
-    ),
-    "tagged_json": (
         '{"tags": [{"begin": "<a>", "schema": {"type": "integer"}, "end": "</a>"}], '
         '"repeats": true, "or_text": false}',
         "<a>1</a><a>-22</a>",

@@ -49,7 +49,8 @@ class Prediction:
         self._index.extend(self._ids)
         self._chances = ChanceTable()
         self._place = 0  # of the token that is expected next
-        self._num_agreeing = 0  # tokens before it that are in both
+        self._agreed = 0  # the place after the last token that was in both
+        self._num_agreeing = 0  # how many were, before the place; 0 where it is assumed
         self._num_seen = 0  # tokens of the answer that were followed
         self._chain: list[int] = []
         self._num_accepted = 0
@@ -100,18 +101,20 @@ class Prediction:
         if self._ids[self._place : self._place + 1] == [output_ids[-1]]:
             self._place += 1
             self._num_agreeing += 1
+            self._agreed = self._place
             return
-        self._num_agreeing = 0
         found = self._find(output_ids[-_MAX_MATCH:])
         if found is None:
             self._place = min(self._place + 1, len(self._ids))
+            self._num_agreeing = 0
         else:
             self._place, self._num_agreeing = found
+            self._agreed = self._place
 
     def _find(self, context: Sequence[int]) -> tuple[int, int] | None:
         """Where to go on, and how many tokens agree there."""
         for length, ends in self._index.matches(context):
-            ahead = [end for end in ends if end >= self._place]
+            ahead = [end for end in ends if end >= self._agreed]
             if length == 1:
                 ahead = [end for end in ahead if end < self._place + _NEARBY]
             if ahead:
