@@ -11,7 +11,7 @@ from typing import Any, Self
 import httpx
 
 from outrider.llm import LLM
-from outrider.scheduler import Request
+from outrider.request import Request
 from outrider.server.running import RunningServer, bind
 from outrider.server.service import Service
 from outrider.server.settings import ServerSettings

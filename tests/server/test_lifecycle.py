@@ -76,8 +76,7 @@ def test_clients_that_leave_while_they_wait_leave_the_queue(own_llm: LLM) -> Non
     with LiveServer(own_llm) as server, httpx.Client(timeout=60, verify=False) as client:
         url = server.url + "/v1/chat/completions"
         requests = [
-            client.build_request("POST", url, json=chat_body(stream=True, **LONG))
-            for _ in range(6)
+            client.build_request("POST", url, json=chat_body(stream=True, **LONG)) for _ in range(6)
         ]
         responses = [client.send(request, stream=True) for request in requests]
         wait_for(lambda: server.load()[0] == 2)

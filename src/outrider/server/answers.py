@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from outrider.scheduler import Request
+from outrider.request import Request
 from outrider.server.errors import ApiError, failed
 from outrider.types import Completion, FinishReason, TextChunk
 

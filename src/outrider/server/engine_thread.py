@@ -24,7 +24,7 @@ from outrider.counters import EngineStats
 from outrider.engine import Engine
 from outrider.errors import OutriderError, OverloadedError
 from outrider.llm import LLM
-from outrider.scheduler import Request
+from outrider.request import Request
 from outrider.server.answers import Answers
 from outrider.server.errors import ApiError, failed, overloaded, translate, unavailable
 from outrider.server.metrics import Metrics

@@ -141,6 +141,12 @@ class AssistantMessage(Strict):
     function_call: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
+    @model_validator(mode="after")
+    def _check_content(self) -> AssistantMessage:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("an assistant's message has content, tool_calls or both")
+        return self
+
 
 class ToolMessage(Strict):
     """What a function returned."""
