@@ -27,11 +27,15 @@ _HOMES = {
     "EngineConfig": "outrider.config",
     "EngineStats": "outrider.counters",
     "FinishReason": "outrider.types",
+    "GrammarKind": "outrider.config",
+    "GrammarSpec": "outrider.config",
     "Method": "outrider.config",
     "OutriderError": "outrider.errors",
+    "PredictionStats": "outrider.types",
     "SamplingParams": "outrider.config",
     "SpeculationConfig": "outrider.config",
     "TextChunk": "outrider.types",
+    "TokenLogprobs": "outrider.types",
 }
 
 __all__ = [
@@ -41,17 +45,23 @@ __all__ = [
     "EngineConfig",
     "EngineStats",
     "FinishReason",
+    "GrammarKind",
+    "GrammarSpec",
     "Method",
     "OutriderError",
+    "PredictionStats",
     "SamplingParams",
     "SpeculationConfig",
     "TextChunk",
+    "TokenLogprobs",
     "__version__",
 ]
 
 if TYPE_CHECKING:
     from outrider.config import AdmissionLimits as AdmissionLimits
     from outrider.config import EngineConfig as EngineConfig
+    from outrider.config import GrammarKind as GrammarKind
+    from outrider.config import GrammarSpec as GrammarSpec
     from outrider.config import Method as Method
     from outrider.config import SamplingParams as SamplingParams
     from outrider.config import SpeculationConfig as SpeculationConfig
@@ -60,7 +70,9 @@ if TYPE_CHECKING:
     from outrider.llm import LLM as LLM
     from outrider.types import Completion as Completion
     from outrider.types import FinishReason as FinishReason
+    from outrider.types import PredictionStats as PredictionStats
     from outrider.types import TextChunk as TextChunk
+    from outrider.types import TokenLogprobs as TokenLogprobs
 
 
 def __getattr__(name: str) -> object:
