@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from outrider import LLM
-from tests.server.live import LiveServer, chat_body
+from tests.server.live import LiveServer, chat_body, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +153,21 @@ def test_what_is_not_http_gets_the_envelope_and_the_door(strict: LiveServer, dat
 
     assert status in (400, 408)
     assert {"message", "type", "param", "code"} == set(error)
+
+
+def test_more_connections_than_allowed_are_turned_away(own_llm: LLM) -> None:
+    with LiveServer(own_llm, max_connections=3) as server:
+        held = [connect(server) for _ in range(3)]
+        with connect(server) as sock:
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            status, error = parsed(read_all(sock))
+        held.pop().close()
+        wait_for(lambda: server.get("/health").status_code == 200)
+
+        assert 503 == status
+        assert "3 connections" in error["message"]
+        for sock in held:
+            sock.close()
 
 
 def test_one_connection_serves_many_requests(strict: LiveServer) -> None:

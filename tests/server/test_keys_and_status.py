@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from outrider import LLM
+from outrider.commands.serve import LOOPBACK_HOSTS
 from outrider.errors import ParameterError
 from outrider.server import auth
 from outrider.server.auth import OPEN_PATHS, KeyGate
@@ -19,7 +20,7 @@ from outrider.server.openapi import document
 from outrider.server.routes_openai import OpenAIRoutes
 from outrider.server.routes_status import StatusRoutes
 from outrider.server.routes_tokens import TokenRoutes
-from outrider.server.schemas import ChatRequest, CompletionRequest
+from outrider.server.schemas import WITHOUT_EFFECT, ChatRequest, CompletionRequest
 from outrider.server.settings import ServerSettings
 from tests.server.live import NAME, LiveServer, chat_body, envelope
 
@@ -139,6 +140,37 @@ def test_a_prefix_is_reused_with_one_key_and_not_with_another(locked: LiveServer
     assert first == other
     assert other < again
     assert 1 == len(set(texts))
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:8000", 200),
+        ("127.0.0.1:1", 200),
+        ("[::1]:8000", 200),
+        ("evil.example", 403),
+        ("localhost.evil.example", 403),
+        ("127.0.0.1@evil.example", 403),
+        ("", 403),
+    ],
+)
+def test_a_local_server_answers_only_to_its_own_names(own_llm: LLM, host: str, status: int) -> None:
+    with LiveServer(own_llm, allowed_hosts=LOOPBACK_HOSTS) as server:
+        response = server.get("/v1/models", headers={"Host": host})
+
+        assert status == response.status_code
+        if status == 403:
+            assert "wrong_host" == envelope(response)["code"]
+
+
+@pytest.mark.parametrize("field", WITHOUT_EFFECT)
+def test_a_field_without_effect_has_none(server: LiveServer, field: str) -> None:
+    value = {"a": "b"} if field == "metadata" else "somebody"
+    fields = {"temperature": 1, "seed": 3}
+
+    expected = server.chat(**fields).json()["choices"]
+    assert expected == server.chat(**fields, **{field: value}).json()["choices"]
 
 
 @pytest.mark.parametrize("key", ["", "a\nb", "ключ", "a\x00"])

@@ -21,6 +21,8 @@ from outrider.errors import UsageError
 if TYPE_CHECKING:
     from outrider.llm import LLM
 
+LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
 
 def run(options: ServeOptions, open_llm: Callable[[], LLM]) -> int:
     """Serve the model that ``open_llm`` loads; the exit status.
@@ -45,6 +47,7 @@ def run(options: ServeOptions, open_llm: Callable[[], LLM]) -> int:
         settings = ServerSettings(
             model_name=options.served_model_name or llm.fingerprint.model,
             api_keys=keys,
+            allowed_hosts=LOOPBACK_HOSTS if options.is_loopback and not keys else None,
             stream_interval_s=options.stream_interval / 1000,
             drain_timeout_s=options.drain_timeout,
         )

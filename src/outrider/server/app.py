@@ -61,7 +61,9 @@ def create_app(service: Service) -> ASGIApp:
         read_timeout_s=settings.read_timeout_s,
     )
     known = frozenset(route.path for route in routes)
-    return _ResponseCounter(KeyGate(gated, settings.api_keys), service.thread.metrics, known)
+    return _ResponseCounter(
+        KeyGate(gated, settings.api_keys, settings.allowed_hosts), service.thread.metrics, known
+    )
 
 
 async def _on_api_error(request: HttpRequest, problem: Exception) -> Response:  # noqa: ARG001

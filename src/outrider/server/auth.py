@@ -1,7 +1,8 @@
 """Who may ask: API keys compared in constant time, and the salt that separates their caches.
 
-Owns the reading of the ``Authorization`` header. A raw ASGI middleware in front of the router, so
-no route can be forgotten: everything but ``/health`` and ``/ready`` needs a key, unknown paths too.
+Owns the reading of the ``Authorization`` and ``Host`` headers. A raw ASGI middleware in front of
+the router, so no route can be forgotten: everything but ``/health`` and ``/ready`` needs a key,
+unknown paths too.
 """
 
 from __future__ import annotations
@@ -26,17 +27,29 @@ class KeyGate:
 
     A browser cannot send a bearer token, so the key is also taken as the password of HTTP basic
     authentication, whatever the user's name.
+
+    Args:
+        app: who is asked next.
+        keys: the valid ones; none leaves every route open.
+        hosts: what the ``Host`` header may name; None is anything.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], hosts: frozenset[str] | None = None
+    ) -> None:
         self._app = app
+        self._hosts = hosts
         self._digests = [_digest(key) for key in keys]
         self._secret = secrets.token_bytes(32)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check one connection."""
         if scope["type"] == "http":
-            key = _given_key(Headers(scope=scope).get("authorization", ""))
+            headers = Headers(scope=scope)
+            if self._hosts is not None and _host(headers) not in self._hosts:
+                await _wrong_host(_host(headers)).response()(scope, receive, send)
+                return
+            key = _given_key(headers.get("authorization", ""))
             if self._digests and scope["path"] not in OPEN_PATHS and not self._is_known(key):
                 await _refusal(key).response()(scope, receive, send)
                 return
@@ -59,6 +72,25 @@ class KeyGate:
 def _digest(key: str) -> bytes:
     """Of one length for all keys: a comparison would otherwise give the length away."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _host(headers: Headers) -> str:
+    """The host that a request names, without its port and in lower case."""
+    host = headers.get("host", "").strip().lower()
+    if host.startswith("["):  # an IPv6 address has colons of its own
+        return host[: host.find("]") + 1]
+    return host.partition(":")[0]
+
+
+def _wrong_host(host: str) -> ApiError:
+    return ApiError(
+        403,
+        f"host: {host[:80]!r} is not this server's name; without an API key, a server of this "
+        "machine alone answers only to the machine's own names",
+        kind="permission_error",
+        param="host",
+        code="wrong_host",
+    )
 
 
 def _given_key(header: str) -> str:

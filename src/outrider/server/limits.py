@@ -23,7 +23,7 @@ DROP = "outrider.drop"
 
 
 def bounded_protocol(
-    *, max_header_bytes: int, max_body_bytes: int, read_timeout_s: float
+    *, max_connections: int, max_header_bytes: int, max_body_bytes: int, read_timeout_s: float
 ) -> type[HttpToolsProtocol]:
     """A protocol of uvicorn's with limits; uvicorn makes one object of the class per connection."""
     max_wire_bytes = max_header_bytes + _WIRE_FACTOR * max_body_bytes
@@ -39,7 +39,10 @@ def bounded_protocol(
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             """Start the clock of the first head."""
             super().connection_made(transport)
-            self._start_timer()
+            if len(self.connections) > max_connections:
+                self._refuse(503, f"{max_connections} connections are open already")
+            else:
+                self._start_timer()
 
         def connection_lost(self, exc: Exception | None) -> None:
             """Stop the clock."""

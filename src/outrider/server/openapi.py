@@ -80,6 +80,7 @@ _MODELS = {
     "properties": {"data": {"type": "array", "items": _MODEL}},
 }
 _OBJECT = {"type": "object"}
+_EVENTS = {"description": "With stream: one event per chunk, an object as JSON; then [DONE]."}
 
 _POSTS = {
     "/v1/chat/completions": ("Answer a conversation.", schemas.ChatRequest, _COMPLETION),
@@ -97,6 +98,7 @@ _GETS = {
 _POST_ERRORS = {
     "400": "The request cannot be right.",
     "401": "No valid API key.",
+    "403": "The Host header names another machine.",
     "404": "The model is not served here.",
     "408": "The body came too slowly.",
     "413": "The body is too long.",
@@ -151,7 +153,7 @@ def document(model_name: str) -> dict[str, Any]:
 def _post(summary: str, body: str, answer: dict[str, Any]) -> dict[str, Any]:
     contents: dict[str, Any] = {_JSON: {"schema": answer}}
     if answer is _COMPLETION:
-        contents["text/event-stream"] = {"schema": {"type": "string"}}
+        contents["text/event-stream"] = {"schema": _EVENTS}
     return {
         "summary": summary,
         "requestBody": {

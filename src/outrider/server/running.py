@@ -78,6 +78,7 @@ class RunningServer:
         config = uvicorn.Config(
             create_app(self.service),
             http=bounded_protocol(
+                max_connections=settings.max_connections,
                 max_header_bytes=settings.max_header_bytes,
                 max_body_bytes=settings.max_body_bytes,
                 read_timeout_s=settings.read_timeout_s,

@@ -18,7 +18,7 @@ from starlette.requests import Request as HttpRequest
 from outrider.llm import LLM
 from outrider.server.answers import Answers
 from outrider.server.engine_thread import EngineThread
-from outrider.server.errors import ApiError, invalid
+from outrider.server.errors import ApiError, invalid, overloaded
 from outrider.server.logprobs import TokenWriter
 from outrider.server.schemas import Strict
 from outrider.server.settings import ServerSettings
@@ -27,6 +27,7 @@ from outrider.server.translate import Prepared
 Body = TypeVar("Body", bound=Strict)
 Result = TypeVar("Result")
 
+MAX_PREPARING = 64  # requests that are being read and tokenised; each holds a body
 # Two threads tokenise and compile; more would only take the processor from the engine.
 NUM_WORKERS = 2
 
@@ -51,6 +52,7 @@ class Service:
         )
         self.writer = TokenWriter(llm.tokenizer)
         self._workers = CapacityLimiter(NUM_WORKERS)
+        self._num_preparing = 0
 
     async def work(self, job: Callable[..., Result], *args: Any) -> Result:
         """Run what takes time on a worker thread."""
@@ -98,7 +100,13 @@ class Service:
             ApiError, OutriderError: as :meth:`EngineThread.submit` and ``prepare``.
         """
         self.thread.check_room(1)
-        prepared = await self.work(prepare, self.llm, *args)
+        if self._num_preparing >= MAX_PREPARING:
+            raise overloaded(f"{MAX_PREPARING} prompts are being read already; try again later")
+        self._num_preparing += 1
+        try:
+            prepared = await self.work(prepare, self.llm, *args)
+        finally:
+            self._num_preparing -= 1
         return prepared, self.thread.submit(prepared.requests, streams=streams)
 
     def stop_ids(self, prepared: Prepared) -> frozenset[int]:

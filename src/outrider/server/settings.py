@@ -20,7 +20,10 @@ class ServerSettings:
     Attributes:
         model_name: what clients write into ``model``.
         api_keys: any of them opens every route; empty leaves the server open.
+        allowed_hosts: what the ``Host`` header may name, ports aside; None is anything. A page of
+            another site can have its name resolve to this machine, but not change that header.
         max_choices: answers that one HTTP request may ask for (prompts times ``n``).
+        max_connections: open at once; further ones get 503 and are closed.
         max_body_bytes: largest request body; a prompt that fills a large context is far smaller.
         max_header_bytes: largest request head.
         read_timeout_s: a request's head and body must each have come after this time.
@@ -33,7 +36,9 @@ class ServerSettings:
 
     model_name: str
     api_keys: tuple[str, ...] = ()
+    allowed_hosts: frozenset[str] | None = None
     max_choices: int = 16
+    max_connections: int = 1024
     max_body_bytes: int = MIB
     max_header_bytes: int = 64 * KIB
     read_timeout_s: float = 30.0
