@@ -337,6 +337,8 @@ class Server:
         stats = self.engine.stats()
         ended = stats.finished + stats.aborted + stats.failed
         assert stats.submitted == ended + stats.waiting + stats.prefilling + stats.running
+        admitted = [t.request for t in self.tickets if t.request.num_admissions]
+        assert sum(request.prompt_len for request in admitted) == stats.prompt_tokens
         emitted = sum(ticket.request.num_output for ticket in self.tickets)
         assert emitted == stats.emitted_tokens
 

@@ -276,10 +276,10 @@ class Engine:
                     request, reuse.source_id, num_tokens, takes_over=reuse.takes_over
                 )
                 self._cache.rollback(request.row, num_tokens)
-        if request.num_output == 0:
+        if request.num_admissions == 1:
             self._counters.prompt_tokens += request.prompt_len
             request.num_reused = num_tokens
-        if num_tokens:
+        if reuse is not None and num_tokens and reuse.source_id != request.request_id:
             self._counters.prefix_hits += 1
             self._counters.prefix_hit_tokens += num_tokens
 

@@ -26,6 +26,7 @@ class Request:
 
     Attributes:
         salt: whose request it is; keys and values are reused only where it is the same.
+        num_admissions: how often it was given a cache row; once, unless it had to wait again.
         num_reused: prompt tokens that were not computed when it was first admitted, because an
             earlier request had left them.
         is_consistent: text, tokens and counts agree; a fault in the middle of :meth:`emit` parts
@@ -79,6 +80,7 @@ class Request:
         self.output = OutputStream(decoder, params, eos_ids, self._max_output, constraint)
         self.stats = SpeculationStats()
         self.cache_row: int | None = None
+        self.num_admissions = 0
         self.num_reused = 0
         self.is_consistent = True
         self.is_sound = False
@@ -124,6 +126,7 @@ class Request:
     def admit(self, cache_row: int) -> None:
         """Leave the queue for a cache row."""
         self.cache_row = cache_row
+        self.num_admissions += 1
         self.is_sound = False
         if self._admitted_s is None:
             self._admitted_s = self._clock()

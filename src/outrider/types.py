@@ -45,7 +45,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence token, a stop id or a stop string
     LENGTH = "length"  # max_tokens, or the end of the context
     ABORT = "abort"  # cancelled by the caller
-    ERROR = "error"  # the target's logits were not finite
+    ERROR = "error"  # logits that are not finite, or an internal fault
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ TestServer.settings = settings(max_examples=120, stateful_step_count=30, deadlin
 
 @pytest.mark.exact
 class TestServerAtLength(ServerMachine.TestCase):
-    settings = settings(max_examples=5000, stateful_step_count=60, deadline=None)
+    settings = settings(max_examples=2000, stateful_step_count=60, deadline=None)
 
 
 def long_trace(server: Server, *, seed: int = 0, count: int = 60) -> None:
