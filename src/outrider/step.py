@@ -22,8 +22,8 @@ from outrider.kv_cache import KVCache
 from outrider.models.decoder import Decoder, ForwardOutput
 from outrider.models.layers import Segment
 from outrider.rejection import verify
+from outrider.request import Request
 from outrider.sampling import argmax_rows, token_logprobs
-from outrider.scheduler import Request
 from outrider.tree import DraftTree
 from outrider.types import StepRecord, Verdict
 from outrider.verify import walk

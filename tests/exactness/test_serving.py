@@ -8,12 +8,22 @@ drafted, accepted and rejected.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from outrider.config import Method, SamplingParams, SpeculationConfig
+from outrider import LLM
+from outrider.config import (
+    EngineConfig,
+    GrammarKind,
+    GrammarSpec,
+    Method,
+    SamplingParams,
+    SpeculationConfig,
+)
 from outrider.drafters import Drafter, create_drafter
 from outrider.engine import Engine
 from outrider.models.decoder import Decoder
@@ -25,6 +35,7 @@ from tests.draft_modules import random_drafter
 from tests.engines import new_engine, submit
 from tests.exactness.runs import SAMPLING, assert_speculated
 from tests.models import random_decoder
+from tests.tiny import write_hf_checkpoint
 
 MAX_LEN = 128
 FEW_TOKENS = dict.fromkeys(range(10), 6.0)
@@ -204,3 +215,68 @@ def test_the_size_of_the_prefill_chunks_changes_nothing(target: Decoder, chunk: 
         engine.stats().prefilled_tokens
     )
     assert_speculated(stats, accepted=True, rejected=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OUTRIDER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield write_hf_checkpoint(tmp_path_factory.mktemp("model") / "tiny", scale=0.15)
+
+
+def test_options_that_carry_state_survive_waiting_again_and_reused_rows(folder: Path) -> None:
+    """Grammar, prediction, log-probabilities and stop strings, all at once in too few slots."""
+    settings: list[dict] = [
+        {"logprobs": 3},
+        {"grammar": GrammarSpec(GrammarKind.REGEX, "([a-z]{1,8} ){8,30}"), "logprobs": 0},
+        {"grammar": GrammarSpec(GrammarKind.JSON_OBJECT)},
+        {"stop": ("e", "qz"), "min_tokens": 20},
+    ]
+    all_params = [
+        SamplingParams(temperature=0.9, seed=place, max_tokens=80, **more)
+        for place, more in enumerate(settings)
+    ]
+    start = "A river does not ask the stones where to go, and the stone is rounder for it. "
+    prompts = [start + tail for tail in ("It", "Go on", "The", "When")]
+    plain = LLM(
+        folder,
+        speculation=SpeculationConfig(method=Method.OFF),
+        engine=EngineConfig(max_model_len=160, dtype="float32"),
+    )
+    expected = [plain.generate(*pair)[0] for pair in zip(prompts, all_params, strict=True)]
+    busy = LLM(
+        folder,
+        speculation=SpeculationConfig(adaptive=False),
+        engine=EngineConfig(
+            max_batch_size=4,
+            max_model_len=160,
+            max_slots=160,  # the prompts have 36 tokens, the answers up to 80
+            prefill_chunk=8,
+            prefix_cache=True,
+            dtype="float32",
+        ),
+    )
+    requests = []
+    for prompt, params, known in zip(prompts, all_params, expected, strict=True):
+        ids = list(known.token_ids)
+        ids[5:6] = [7, 8]  # the prediction is wrong in one place
+        if not requests:
+            ids = []  # the first one goes on for long
+        requests.append(
+            busy.engine.new_request(busy.tokenizer.encode(prompt), params, prediction_ids=ids)
+        )
+    busy.engine.submit_all(requests)
+    while busy.engine.has_work:
+        busy.engine.step()
+    found = [busy.take(request, 0).completion for request in requests]
+    totals = busy.engine.stats()
+
+    for known, completion in zip(expected, found, strict=True):
+        assert completion is not None
+        assert known.text == completion.text
+        assert known.token_ids == completion.token_ids
+        assert known.finish_reason == completion.finish_reason
+        assert known.logprobs == completion.logprobs
+    assert totals.preemptions > 0
+    assert totals.prefix_hits > 0
+    assert_speculated(totals.speculation, accepted=True, rejected=True)

@@ -31,7 +31,7 @@ from outrider.budget import Budget
 from outrider.config import SamplingParams
 from outrider.grammar import GrammarCompiler
 from outrider.models.layers import Segment
-from outrider.scheduler import Request
+from outrider.request import Request
 from outrider.tree import DraftTree
 from outrider.types import FinishReason, PredictionStats, Verdict
 from outrider.warping import Constraint
