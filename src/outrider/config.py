@@ -88,6 +88,13 @@ class GrammarSpec:
                 f"grammar: the {self.kind} has {len(self.text)} characters; allowed: "
                 f"1 .. {MAX_GRAMMAR_CHARS}"
             )
+        try:
+            self.text.encode()
+        except UnicodeEncodeError as error:
+            raise ParameterError(
+                f"grammar: the {self.kind} has a lone surrogate at character {error.start}; "
+                "send well-formed UTF-8"
+            ) from None
 
 
 # Methods that read a checkpoint of their own; MTP's may be inside the target's.

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 # How much the parser may do for one mask, and remember. Those who exceed it end with an error.
 _LIMITS: dict[str, Any] = {
-    "max_items_in_row": 1000,
+    "max_items_in_row": 500,  # an ambiguous grammar takes their square in time, for each token
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 20_000,
-    "max_lexer_states": 10_000,  # one or two kilobytes each
+    "max_lexer_states": 20_000,  # one or two kilobytes each
     "max_grammar_size": 50_000,
     "verbose_errors": False,  # would print the grammar and what was parsed
 }
@@ -129,7 +129,7 @@ class GrammarCompiler:
         tokenizer: TokenBytes,
         num_rows: int,
         *,
-        max_entries: int = 64,
+        max_entries: int = 32,
         max_chars: int = 2**20,
     ) -> None:
         self._tokenizer = tokenizer
@@ -153,11 +153,10 @@ class GrammarCompiler:
             compiled = self._known.get(spec)
             if compiled is not None:
                 self._known.move_to_end(spec)
-        if compiled is not None and not GrammarConstraint(compiled, self._vocabulary).problem:
-            return GrammarConstraint(compiled, self._vocabulary, ignores_eos=ignores_eos)
-        compiled = self._compile(spec)
-        self._remember(spec, compiled)
-        return GrammarConstraint(compiled, self._vocabulary, ignores_eos=ignores_eos)
+        if compiled is None:
+            compiled = self._checked(spec)
+            self._remember(spec, compiled)
+        return self._constraint(spec, compiled, ignores_eos=ignores_eos)
 
     @property
     def num_known(self) -> int:
@@ -172,8 +171,34 @@ class GrammarCompiler:
                 dropped, _ = self._known.popitem(last=False)
                 num_chars -= len(dropped.text)
 
-    def _compile(self, spec: GrammarSpec) -> llguidance.LLMatcher:
+    def _constraint(
+        self, spec: GrammarSpec, compiled: llguidance.LLMatcher, *, ignores_eos: bool = False
+    ) -> GrammarConstraint:
+        return GrammarConstraint(
+            compiled,
+            self._vocabulary,
+            renew=partial(self._renew, spec),
+            ignores_eos=ignores_eos,
+        )
+
+    def _renew(self, spec: GrammarSpec) -> llguidance.LLMatcher:
+        """A compiled grammar with an empty memory, from now on for everybody."""
+        compiled = self._compile(spec)
+        self._remember(spec, compiled)
+        return compiled
+
+    def _checked(self, spec: GrammarSpec) -> llguidance.LLMatcher:
         """A matcher before its first token, known to allow one."""
+        matcher = self._compile(spec)
+        start = self._constraint(spec, matcher).state(())
+        if not start.may_go_on:
+            raise ParameterError(
+                f"grammar: no text but at most the empty one is of this {spec.kind}"
+                f"{_in_brackets(start.problem)}; give one that allows something"
+            )
+        return matcher
+
+    def _compile(self, spec: GrammarSpec) -> llguidance.LLMatcher:
         try:
             import llguidance
         except ImportError:
@@ -184,16 +209,10 @@ class GrammarCompiler:
         lark = _NO_FORCING + as_lark(spec)
         limits = llguidance.LLParserLimits(**_LIMITS)
         with self._vocabulary_lock:
-            vocabulary = self._vocabulary
-        matcher = llguidance.LLMatcher(vocabulary.table, lark, log_level=0, limits=limits)
+            table = self._vocabulary.table
+        matcher = llguidance.LLMatcher(table, lark, log_level=0, limits=limits)
         if problem := _problem(matcher):
             raise ParameterError(f"grammar: the {spec.kind} does not compile: {problem}")
-        start = GrammarConstraint(matcher, vocabulary).state(())
-        if not start.may_go_on:
-            raise ParameterError(
-                f"grammar: no text but at most the empty one is of this {spec.kind}"
-                f"{_in_brackets(start.problem)}; give one that allows something"
-            )
         return matcher
 
     @cached_property
@@ -204,13 +223,20 @@ class GrammarCompiler:
 class GrammarConstraint:
     """One request's grammar; each answer depends on the output it is asked about alone.
 
-    Not safe to share between threads that ask at once.
+    Not safe to share between threads that ask at once. The copies of one compiled grammar share a
+    memory of what they have seen, which can fill up; ``renew`` compiles the grammar again.
     """
 
     def __init__(
-        self, compiled: llguidance.LLMatcher, vocabulary: _Vocabulary, *, ignores_eos: bool = False
+        self,
+        compiled: llguidance.LLMatcher,
+        vocabulary: _Vocabulary,
+        *,
+        renew: Callable[[], llguidance.LLMatcher],
+        ignores_eos: bool = False,
     ) -> None:
         self._compiled = compiled
+        self._renew = renew
         self._num_rows = vocabulary.num_rows
         self._eos_ids = list(vocabulary.eos_ids)
         self._ignores_eos = ignores_eos
@@ -243,11 +269,6 @@ class GrammarConstraint:
             return num_valid
         return num_valid + self.state([*output_ids, *path[:num_text]]).may_end
 
-    @property
-    def problem(self) -> str:
-        """What keeps it from even beginning: its requests share a memory, which may be full."""
-        return self.state(()).problem
-
     def failure(self, output_ids: Sequence[int]) -> str | None:
         """Why no token at all may come after this output; None where one may."""
         state = self.state(output_ids)
@@ -263,21 +284,24 @@ class GrammarConstraint:
         key = tuple(output_ids)
         state = self._states.get(key)
         if state is None:
-            state = self._states[key] = self._state(key)
+            state = self._ask(key)
+            if state.problem:
+                # Perhaps only because of what else was asked, here or by others: ask afresh.
+                self._compiled = self._renew()
+                self._restart()
+                state = self._ask(key)
+            self._states[key] = state
             if len(self._states) > _NUM_STATES:
                 self._states.popitem(last=False)
         return state
 
-    def _state(self, output_ids: tuple[int, ...]) -> State:
+    def _ask(self, output_ids: tuple[int, ...]) -> State:
         nothing = np.zeros(-(-self._num_rows // 8), dtype=np.uint8)
         if not self._move_to(output_ids):
-            return State(nothing, may_end=False)
+            return State(nothing, may_end=False, problem=_problem(self._matcher))
         may_end = self._matcher.is_accepting()
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if problem := _problem(self._matcher):
-            # It never leaves an error by itself. What was asked is answered by it; what comes next
-            # may be about another path.
-            self._restart()
             is_end = may_end and problem in ("NoExtension", "NoExtensionBias")
             return State(nothing, may_end=is_end, problem="" if is_end else problem)
         allowed = nothing
@@ -291,6 +315,8 @@ class GrammarConstraint:
 
     def _move_to(self, output_ids: Sequence[int]) -> bool:
         """Stand behind this output; False if the grammar does not get there."""
+        if self._matcher.is_error():  # it never leaves an error, which may be of another path
+            self._restart()
         output = list(output_ids)
         num_shared = _shared_len(self._consumed, output)
         num_back = len(self._consumed) - num_shared
@@ -305,9 +331,6 @@ class GrammarConstraint:
             return False  # nothing follows the end
         num_consumed = self._matcher.try_consume_tokens(rest)
         self._consumed += rest[:num_consumed]
-        if self._matcher.is_error():
-            self._restart()
-            return False
         return num_consumed == len(rest)
 
     def _restart(self) -> None:

@@ -180,7 +180,6 @@ def _parsed(kind: str, text: str) -> Any:
             f"grammar: the {kind} is nested {deepest} deep; allowed: {MAX_DEPTH}. Flatten it"
         )
     try:
-        text.encode()
         return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except ValueError as error:
         raise ParameterError(f"grammar: the {kind} is not JSON: {error}") from None

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from outrider import grammar
 from outrider.config import GrammarKind, GrammarSpec
 from outrider.errors import ParameterError
 from outrider.grammar import GrammarCompiler, GrammarConstraint
 from outrider.grammar_notation import MAX_DEPTH, MAX_EXPRESSION_CHARS
 from tests.grammars import Spelled, allowed_by_trying
+from tests.tiny import complaint
 
 # "a" .. "c" as single letters and in longer tokens, two ends, a token without bytes.
 END, OTHER_END = 3, 7
@@ -290,6 +293,8 @@ def test_a_text_beyond_all_limits_is_refused_before_anything_reads_it() -> None:
         GrammarSpec(GrammarKind.JSON_OBJECT, "{}")
     with pytest.raises(ParameterError, match="not one of json_schema, json_object"):
         GrammarSpec("xml")  # type: ignore[arg-type]
+    with pytest.raises(ParameterError, match="lone surrogate at character 1"):
+        GrammarSpec(GrammarKind.REGEX, "a\ud800")
     with pytest.raises(ParameterError, match="is 7, not a string"):
         GrammarSpec(GrammarKind.REGEX, 7)  # type: ignore[arg-type]
 
@@ -340,7 +345,7 @@ def test_two_requests_with_one_grammar_do_not_disturb_each_other() -> None:
     assert {1} == allowed(one, [0]) - {4}
 
 
-# --- dead ends ----------------------------------------------------------------------------------
+# --- dead ends and limits -----------------------------------------------------------------------
 
 
 def test_a_parser_that_gives_up_says_so_and_recovers_for_other_outputs() -> None:
@@ -351,3 +356,93 @@ def test_a_parser_that_gives_up_says_so_and_recovers_for_other_outputs() -> None
     assert constraint.failure([0]) is None
     assert {1} == allowed(constraint, [0])
     assert constraint.failure([0, 1, 2]) is None  # the end
+
+
+def test_an_output_beyond_the_parser_s_limits_fails_with_the_reason_and_alone() -> None:
+    """So ambiguous a grammar that each token costs more than the one before it."""
+    spec = GrammarSpec(GrammarKind.LARK, 'start: e\ne: e e e e e e | e e | "a" | "b" e\n')
+    constraint = COMPILER.constraint(spec)
+    length = next(n for n in range(1, 400) if constraint.failure([0] * n) is not None)
+
+    assert "max is 500" in (constraint.failure([0] * length) or "")
+    assert 0 in allowed(constraint, [0] * (length - 1))
+    assert 0 in allowed(COMPILER.constraint(spec), [0])
+
+
+def test_a_full_memory_is_nobody_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of one grammar remember together; what fits by itself must not fail for others."""
+    monkeypatch.setitem(grammar._LIMITS, "max_lexer_states", 150)
+    compiler = GrammarCompiler(ASCII, 129)
+    spec = GrammarSpec(GrammarKind.REGEX, "(.*a.{8})b")
+    compiled = []
+    compile_afresh = compiler._compile
+    monkeypatch.setattr(
+        compiler, "_compile", lambda spec: compiled.append(spec) or compile_afresh(spec)
+    )
+    for n in range(1, 200):
+        output = list(f"{n:b}".replace("1", "a").replace("0", "c").encode())
+
+        assert compiler.constraint(spec).failure(output) is None
+    assert len(compiled) > 1, "it never got full: nothing was tested"
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_no_text_does_more_than_be_refused(data: st.DataObject) -> None:
+    """Order matters: one compiler sees them all, valid or not, and goes on working."""
+    kind = data.draw(st.sampled_from(GrammarKind))
+    piece = st.sampled_from(
+        ["start", ":", " ", "\n", "a", '"', "{", "}", "[", "]", "(", ")", "|", "*", "+", "?", "\\",
+         "/", "1", ",", "%json", "$ref", "#", '"type"', '"a"', "é", "\x00", "\ud800", "<", ">"]
+    )  # fmt: skip
+    schema = st.recursive(
+        st.sampled_from([True, {"type": "string"}, {"enum": [1, "a", None]}, {"$ref": "#"}, {}]),
+        lambda inner: st.fixed_dictionaries(
+            {},
+            optional={
+                "type": st.sampled_from(["object", "array", "number", "x"]),
+                "properties": st.dictionaries(st.text(max_size=3), inner, max_size=3),
+                "items": inner,
+                "anyOf": st.lists(inner, max_size=3),
+                "allOf": st.lists(inner, max_size=2),
+                "required": st.lists(st.text(max_size=3), max_size=2),
+                "minimum": st.integers(-(2**70), 2**70),
+                "pattern": st.text("ab(|)*\\[", max_size=5),
+                "maxLength": st.integers(-1, 2**40),
+            },
+        ),
+        max_leaves=6,
+    )
+    texts = [st.lists(piece, max_size=12).map("".join)]
+    if kind is GrammarKind.JSON_SCHEMA:
+        texts.append(schema.map(json.dumps))
+    text = "" if kind is GrammarKind.JSON_OBJECT else data.draw(st.one_of(texts))
+    message = complaint(lambda: ASCII_COMPILER.constraint(GrammarSpec(kind, text)))
+    if message is None:
+        assert ASCII_COMPILER.constraint(GrammarSpec(kind, text)).mask([]).any()
+    else:
+        assert message.startswith("grammar: ")
+        assert "\n" not in message
+    valid = GrammarSpec(GrammarKind.REGEX, "ab")
+
+    assert 2 == ASCII_COMPILER.constraint(valid).num_valid([], list(b"ab"))
+
+
+def test_threads_may_compile_and_ask_at_once() -> None:
+    """Each with a constraint of its own; copies of one grammar are at work in all of them."""
+    spec = GrammarSpec(GrammarKind.REGEX, "(ab|ba)*c?")
+    outputs = [[], [0], [0, 1], [4], [4, 0], [1, 0], [2], [4, 4, 2]]
+    wanted = [expected("(ab|ba)*c?", output) for output in outputs]
+
+    def ask(seed: int) -> bool:
+        order = np.random.default_rng(seed)
+        for _ in range(40):
+            constraint = COMPILER.constraint(spec)
+            COMPILER.constraint(GrammarSpec(GrammarKind.REGEX, "ab" * (1 + seed) + "c?"))
+            for place in order.permutation(len(outputs)).tolist():
+                if wanted[place] != set(np.flatnonzero(constraint.mask(outputs[place])).tolist()):
+                    return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [True] * 4 == list(pool.map(ask, range(4)))
