@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -234,6 +235,68 @@ def test_an_engine_that_fails_ends_every_stream_and_the_process(own_llm: LLM) ->
         assert ["engine_dead"] * 6 == [event["error"]["code"] for event in last]
         assert time.monotonic() - died_s < 2.0
         assert 1 == server.join()
+
+
+class FaultyTarget:
+    """A target that fails, or writes NaN, where a request with the poison token is computed."""
+
+    def __init__(self, target: Any, poison: int, fault: str) -> None:
+        self._target = target
+        self._poison = poison
+        self._fault = fault
+        self.num_faults = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def forward(self, segments: Any, cache: Any, **more: Any) -> Any:
+        bad = [self._poison in segment.tokens for segment in segments]
+        self.num_faults += any(bad)
+        if any(bad) and self._fault == "exception":
+            raise RuntimeError("secret words of a pass that fails")
+        output = self._target.forward(segments, cache, **more)
+        if any(bad) and self._fault == "nan":
+            first = 0
+            for segment, is_bad in zip(segments, bad, strict=True):
+                num_rows = len(segment.tokens) - segment.num_silent
+                if is_bad:
+                    output.logits_RV[first : first + num_rows] = float("nan")
+                first += num_rows
+        return output
+
+
+@pytest.mark.parametrize("fault", ["exception", "nan"])
+@pytest.mark.parametrize("streams", [True, False], ids=["stream", "whole"])
+def test_a_fault_in_a_step_ends_only_its_own_request(
+    own_llm: LLM, fault: str, streams: bool
+) -> None:
+    poison = 317
+    slowed(own_llm, 0.01)
+    with LiveServer(own_llm) as server:
+        expected = server.chat("the others", max_tokens=40, ignore_eos=True).json()["choices"]
+        server.wait_until_idle()
+        faulty = FaultyTarget(own_llm.target, poison, fault)
+        own_llm.engine._target = faulty  # type: ignore[assignment]
+        with ThreadPoolExecutor(3) as pool:
+            others = [
+                pool.submit(server.chat, "the others", max_tokens=40, ignore_eos=True)
+                for _ in range(3)
+            ]
+            body = {"model": NAME, "prompt": [5, 6, poison], "stream": streams, "max_tokens": 40}
+            answer = server.post("/v1/completions", body)
+        server.wait_until_idle()
+
+        assert [expected] * 3 == [other.result().json()["choices"] for other in others]
+        assert faulty.num_faults > 0
+        assert 1 == server.stats().failed
+        if streams:
+            last = [line for line in answer.text.splitlines() if line][-1]
+            assert "request_failed" == json.loads(last.removeprefix("data: "))["error"]["code"]
+        else:
+            assert 500 == answer.status_code
+            assert "request_failed" == envelope(answer)["code"]
+        assert "secret words" not in answer.text
+        assert 200 == server.get("/health").status_code
 
 
 def test_health_fails_while_a_step_hangs_and_recovers(own_llm: LLM) -> None:
