@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 from unittest import mock
@@ -35,12 +35,15 @@ from tests.exactness.toy import (
     ExactSampler,
     LawDiffersError,
     Setup,
+    ToyRequest,
     ToyTarget,
     check_law,
     exact_weights,
     production_constraint,
 )
 from tests.exactness.toy_drafters import (
+    Guess,
+    Shape,
     Tally,
     ToyDrafter,
     blind,
@@ -366,3 +369,62 @@ def test_prediction_stats_count_what_was_verified() -> None:
     assert [PredictionStats(accepted=7, rejected=0)] == right.predicted
     assert plain.run() == wrong_from_the_start.run()
     assert [PredictionStats(accepted=0, rejected=1)] == wrong_from_the_start.predicted
+
+
+# --- every way to cut an answer into steps ------------------------------------------------------
+
+
+@dataclass
+class CutDrafter(ToyDrafter):
+    """Drafts the true future, so that each step emits as many tokens as ``cuts`` says."""
+
+    shape: Shape = field(default=chain(0))
+    guess: Guess = field(default=blind)
+    future: tuple[int, ...] = ()
+    cuts: tuple[int, ...] = ()
+
+    def _tree(self, request: ToyRequest, max_depth: int) -> DraftTree:
+        tree = DraftTree.root(request.token_ids[-1])
+        ends = [0, *itertools.accumulate(self.cuts)]
+        num_drafts = self.cuts[ends.index(request.num_output)] - 1
+        drafts = self.future[request.num_output :][: min(num_drafts, max_depth)]
+        for node, token in enumerate(drafts):
+            tree.add(node, token, 0.5 ** (node + 1))
+        return tree
+
+
+CUT: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "stop strings": {"stop": ("ba", "dd", "bd")},
+    "stop id": {"stop_token_ids": (3,)},
+    "end": {"ignore_eos": False},
+    "grammar": {"grammar": regex("([abd]{2}|[abd]{4})*"), "ignore_eos": False},
+    "grammar that ends": {"grammar": regex("[abd]{5}")},
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("changes", CUT.values(), ids=CUT)
+def test_every_partition_into_steps_gives_the_same_answer_and_logprobs(
+    changes: dict[str, Any], temperature: float
+) -> None:
+    """All 64 ways to cut seven tokens, with drafts that run past the answer's end.
+
+    ``Setup.run`` holds the log-probabilities against the toy's table each time.
+    """
+    options = {"logprobs": 2, "max_tokens": 7, "ignore_eos": True, "temperature": temperature}
+    wanted = params(**{**options, **changes})
+    setup = Setup(FOUR, wanted)
+    expected = setup.run()
+    ((ids, _, _),) = expected
+    endless = replace(wanted, stop=(), stop_token_ids=(), ignore_eos=True)
+    ((future, _, _),) = replace(setup, params=endless).run()
+    beyond = (*ids, *future[len(ids) :])
+    tally = Tally()
+    for bits in itertools.product([False, True], repeat=6):
+        places = [0, *(place for place, bit in enumerate(bits, 1) if bit), 7]
+        cuts = tuple(end - start for start, end in itertools.pairwise(places))
+        drafter = CutDrafter(future=beyond, cuts=cuts, tally=tally)
+
+        assert expected == replace(setup, drafter=drafter).run()
+    assert tally.accepted > 0
