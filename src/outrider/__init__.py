@@ -2,8 +2,9 @@
 
 The flow of one request, top to bottom; imports point down only::
 
-    cli -> commands -> llm -> engine -> scheduler | step | budget -> drafters | verify | output
-        -> models -> kv_cache | sampling -> noise | tree -> config | types -> errors
+    cli -> commands | server -> llm -> engine -> step | prefill -> scheduler | budget -> request
+        -> drafters | verify | output -> models -> kv_cache | sampling -> noise | tree
+        -> config | types -> errors
 
 Public names are listed in ``__all__`` and loaded on first use, so ``import outrider`` is quick.
 """
