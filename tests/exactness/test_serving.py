@@ -39,7 +39,15 @@ from tests.tiny import write_hf_checkpoint
 
 MAX_LEN = 128
 FEW_TOKENS = dict.fromkeys(range(10), 6.0)
-METHODS = (None, *(method for method in Method if method is not Method.OFF))
+# Every drafter; those that keep no state or that of all kinds also with every way of sampling.
+CASES = [
+    *((method, "warm") for method in (Method.DRAFT, Method.MEDUSA, Method.MTP)),
+    *(
+        (method, sampling)
+        for method in (None, Method.NGRAM, Method.EAGLE3)
+        for sampling in ("greedy", "warm", "penalties")
+    ),
+]
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["f32", "bf16"])
@@ -116,8 +124,7 @@ def busy_day(engine: Engine, params: SamplingParams) -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "warm", "penalties"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "sampling"), CASES)
 def test_a_text_is_the_same_alone_crowded_preempted_and_on_reused_rows(
     target: Decoder, method: Method | None, sampling: str
 ) -> None:
