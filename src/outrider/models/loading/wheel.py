@@ -151,9 +151,10 @@ def pip_command(requirement: str, destination: Path) -> list[str]:
 def _bytes_under(folder: Path) -> int:
     """Size of the largest file: pip's download while it grows, then its copy."""
     sizes = [0]
-    for path in folder.rglob("*"):
-        with suppress(OSError):  # pip moves its files while we look
-            sizes.append(path.stat().st_size)
+    for place, _, names in os.walk(folder):  # passes over folders that pip removes while we look
+        for name in names:
+            with suppress(OSError):  # and so do we over files
+                sizes.append((Path(place) / name).stat().st_size)
     return max(sizes)
 
 
