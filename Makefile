@@ -31,7 +31,7 @@ serve: model  ## the embedded model behind OpenAI's API on http://127.0.0.1:8000
 	@$(BIN)/outrider serve
 
 test: model  ## the tests (under 15 minutes on 2 cores)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 test-exact: model  ## the long exactness suite on the embedded model
 	@$(BIN)/python -m pytest -m exact
