@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test test-exact lint format peers heads heads-install clean
+.PHONY: help setup model demo serve test test-exact fuzz lint format peers heads heads-install clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,11 +27,17 @@ model: $(READY)
 demo: model  ## plain decoding and every way to draft side by side (3 to 5 minutes)
 	@$(BIN)/outrider demo
 
+serve: model  ## the embedded model behind OpenAI's API on http://127.0.0.1:8000
+	@$(BIN)/outrider serve
+
 test: model  ## the tests (under 15 minutes on 2 cores)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 test-exact: model  ## the long exactness suite on the embedded model
 	@$(BIN)/python -m pytest -m exact
+
+fuzz: $(READY)  ## 100,000 made-up requests to a live server (hours)
+	@OUTRIDER_FUZZ_CASES=100000 $(BIN)/python -m pytest -q tests/server/test_fuzz.py
 
 lint: $(READY)  ## ruff, pyright, import-linter
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -58,6 +58,12 @@ class ScriptedDrafter:
     def admit(self, request: DraftRequest) -> None:
         self.live_requests.add(request.request_id)
 
+    def adopt(self, request: DraftRequest, source_id, num_tokens, *, takes_over) -> int:
+        if takes_over:
+            self.live_requests.discard(source_id)
+        self.admit(request)
+        return num_tokens
+
     def prefill(self, request: DraftRequest, num_committed, hidden_TC) -> None:
         assert request.request_id in self.live_requests
 

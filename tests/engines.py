@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from outrider.budget import CostTable
 from outrider.config import EngineConfig, SamplingParams
 from outrider.drafters import Drafter
 from outrider.engine import Engine
 from outrider.models.decoder import Decoder
-from outrider.scheduler import Request
+from outrider.request import Request
 from outrider.types import SpeculationStats
 
 
@@ -41,12 +42,13 @@ def new_engine(
     eos_ids: frozenset[int] = frozenset(),
     prefill_chunk: int = 16,
     costs: CostTable | None = None,
+    **config: Any,
 ) -> Engine:
     return Engine(
         target,
         decoder=LetterDecoder(),
         eos_ids=eos_ids,
-        config=EngineConfig(max_batch_size=max_batch_size, prefill_chunk=prefill_chunk),
+        config=EngineConfig(max_batch_size=max_batch_size, prefill_chunk=prefill_chunk, **config),
         max_model_len=max_model_len,
         drafter=drafter,
         max_draft_tokens=max_draft_tokens,

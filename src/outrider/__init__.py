@@ -2,8 +2,9 @@
 
 The flow of one request, top to bottom; imports point down only::
 
-    cli -> commands -> llm -> engine -> scheduler | step | budget -> drafters | verify | output
-        -> models -> kv_cache | sampling -> noise | tree -> config | types -> errors
+    cli -> commands | server -> llm -> engine -> step | prefill -> scheduler | budget -> request
+        -> drafters | verify | output -> models -> kv_cache | sampling -> noise | tree
+        -> config | types -> errors
 
 Public names are listed in ``__all__`` and loaded on first use, so ``import outrider`` is quick.
 """
@@ -23,38 +24,56 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "outrider.llm",
     "Completion": "outrider.types",
+    "AdmissionLimits": "outrider.config",
     "EngineConfig": "outrider.config",
+    "EngineStats": "outrider.counters",
     "FinishReason": "outrider.types",
+    "GrammarKind": "outrider.config",
+    "GrammarSpec": "outrider.config",
     "Method": "outrider.config",
     "OutriderError": "outrider.errors",
+    "PredictionStats": "outrider.types",
     "SamplingParams": "outrider.config",
     "SpeculationConfig": "outrider.config",
     "TextChunk": "outrider.types",
+    "TokenLogprobs": "outrider.types",
 }
 
 __all__ = [
     "LLM",
+    "AdmissionLimits",
     "Completion",
     "EngineConfig",
+    "EngineStats",
     "FinishReason",
+    "GrammarKind",
+    "GrammarSpec",
     "Method",
     "OutriderError",
+    "PredictionStats",
     "SamplingParams",
     "SpeculationConfig",
     "TextChunk",
+    "TokenLogprobs",
     "__version__",
 ]
 
 if TYPE_CHECKING:
+    from outrider.config import AdmissionLimits as AdmissionLimits
     from outrider.config import EngineConfig as EngineConfig
+    from outrider.config import GrammarKind as GrammarKind
+    from outrider.config import GrammarSpec as GrammarSpec
     from outrider.config import Method as Method
     from outrider.config import SamplingParams as SamplingParams
     from outrider.config import SpeculationConfig as SpeculationConfig
+    from outrider.counters import EngineStats as EngineStats
     from outrider.errors import OutriderError as OutriderError
     from outrider.llm import LLM as LLM
     from outrider.types import Completion as Completion
     from outrider.types import FinishReason as FinishReason
+    from outrider.types import PredictionStats as PredictionStats
     from outrider.types import TextChunk as TextChunk
+    from outrider.types import TokenLogprobs as TokenLogprobs
 
 
 def __getattr__(name: str) -> object:

@@ -27,6 +27,7 @@ from outrider.commands.options import (
     SpeculationOptions,
     whole_number,
 )
+from outrider.commands.serve_options import ServeOptions
 from outrider.commands.train_options import (
     DataOptions,
     EvaluationOptions,
@@ -434,6 +435,23 @@ def demo(
     else:
         print_result(result)
     return EXIT_OK if result.is_lossless else EXIT_FAILURE
+
+
+@app.command
+def serve(
+    *,
+    serving: ServeOptions = ServeOptions(),  # noqa: B008 - frozen, as all groups
+    engine: EngineOptions = EngineOptions(),  # noqa: B008
+    speculation: SpeculationOptions = SpeculationOptions(),  # noqa: B008
+) -> int:
+    """Serve a model to OpenAI's clients over HTTP, many requests at once."""
+    from outrider.commands import serve as serving_command
+
+    serving.check()
+    fields = serving.engine_fields()
+    engine.config(**fields)
+    speculation.config()
+    return serving_command.run(serving, lambda: open_llm(engine, speculation, **fields))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ constructs is valid everywhere below.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,6 +17,8 @@ from typing import Any
 from outrider.errors import ParameterError
 
 MAX_SEED = 2**64 - 1
+MAX_LOGPROBS = 20
+MAX_GRAMMAR_CHARS = 2**16
 
 # Prompt tokens that a request's first step computes along with its root and drafts: about as many
 # rows as one block of the linears has room for, so they cost next to nothing there.
@@ -44,6 +47,56 @@ class Accept(StrEnum):
     REJECTION = "rejection"
 
 
+class GrammarKind(StrEnum):
+    """How a grammar is written down."""
+
+    JSON_SCHEMA = "json_schema"  # the schema, as JSON
+    JSON_OBJECT = "json_object"  # any JSON object; the text is empty
+    REGEX = "regex"  # the whole answer matches it
+    CHOICE = "choice"  # one of the strings of a JSON list
+    LARK = "lark"  # a context-free grammar in Lark's notation, from "start"
+    TAGGED_JSON = "tagged_json"  # JSON between tags, as :func:`grammar_notation.as_lark` says
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What an answer must be, word for word; compiled in :mod:`outrider.grammar`.
+
+    Only what needs no compiler is checked here: an unknown kind, a text that is none, or too long.
+
+    Raises:
+        ParameterError: names the value and what is allowed.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        _one_of("grammar kind", self.kind, tuple(GrammarKind))
+        object.__setattr__(self, "kind", GrammarKind(self.kind))
+        if not isinstance(self.text, str):
+            raise ParameterError(
+                f"grammar: the text of a {self.kind} is {reprlib.repr(self.text)}, not a string"
+            )
+        if self.kind is GrammarKind.JSON_OBJECT:
+            if self.text:
+                raise ParameterError(
+                    "grammar: json_object takes no text; leave it out, or use json_schema"
+                )
+        elif not 0 < len(self.text) <= MAX_GRAMMAR_CHARS:
+            raise ParameterError(
+                f"grammar: the {self.kind} has {len(self.text)} characters; allowed: "
+                f"1 .. {MAX_GRAMMAR_CHARS}"
+            )
+        try:
+            self.text.encode()
+        except UnicodeEncodeError as error:
+            raise ParameterError(
+                f"grammar: the {self.kind} has a lone surrogate at character {error.start}; "
+                "send well-formed UTF-8"
+            ) from None
+
+
 # Methods that read a checkpoint of their own; MTP's may be inside the target's.
 METHODS_WITH_HEAD = (Method.DRAFT, Method.MEDUSA, Method.MTP, Method.EAGLE3)
 
@@ -52,8 +105,8 @@ METHODS_WITH_HEAD = (Method.DRAFT, Method.MEDUSA, Method.MTP, Method.EAGLE3)
 class SamplingParams:
     """How the target picks each token, and when it stops.
 
-    Applied in this order, always given the token's own prefix: penalties, logit bias, forbidden
-    ids (``min_tokens``), temperature, top-k, top-p, min-p; then shared noise and argmax.
+    Applied in this order, always given the token's own prefix: penalties, logit bias, grammar,
+    forbidden ids (``min_tokens``), temperature, top-k, top-p, min-p; then shared noise and argmax.
 
     Attributes:
         temperature: 0 is greedy; the filters then have no effect.
@@ -68,13 +121,20 @@ class SamplingParams:
         seed: 0 .. 2**64 - 1; None draws a fresh private one.
         choice: which of several answers to one prompt; salts the noise.
         max_tokens: most tokens to emit.
-        min_tokens: end-of-sequence and stop ids are forbidden before this many tokens.
+        min_tokens: end-of-sequence and stop ids are forbidden before this many tokens, unless
+            nothing else is possible.
         stop: strings that end the text; the text is cut before them.
         stop_token_ids: further ids that end the text like an end-of-sequence token.
         ignore_eos: go on past the model's own end-of-sequence tokens.
         accept: how drafts are accepted when sampling; both rules leave the target's law as it is,
             but only under ``coupled`` does a seed give the same text whatever is drafted, whenever
             and in whatever batch.
+        logprobs: log-probabilities of each token and of this many likeliest alternatives, 0 .. 20;
+            None is off. They are the target's own, before anything above is applied.
+        grammar: what the text must be. End-of-sequence is possible only where the grammar may end,
+            and a grammar that cannot go on ends the text; under ``ignore_eos`` only that does.
+        max_draft_tokens: most nodes this request verifies in a step, within what the engine drafts;
+            0 is plain decoding, None leaves it to the engine.
 
     Raises:
         ParameterError: a value is out of range; the message names it and the range.
@@ -96,6 +156,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     accept: Accept = Accept.COUPLED
+    logprobs: int | None = None
+    grammar: GrammarSpec | None = None
+    max_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0.0, 100.0)
@@ -122,6 +185,14 @@ class SamplingParams:
         _flag("ignore_eos", self.ignore_eos)
         _one_of("accept", self.accept, tuple(Accept))
         object.__setattr__(self, "accept", Accept(self.accept))
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.grammar is not None and not isinstance(self.grammar, GrammarSpec):
+            raise ParameterError(
+                f"grammar: {reprlib.repr(self.grammar)} is not a GrammarSpec; give one, or None"
+            )
+        if self.max_draft_tokens is not None:
+            _whole("max_draft_tokens", self.max_draft_tokens, 0, 2**31 - 1)
         if not isinstance(self.logit_bias, Mapping):
             raise ParameterError(
                 f"logit_bias: {self.logit_bias!r} does not map token ids to numbers"
@@ -244,6 +315,27 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """How long the queue may get before further requests are refused; None is without a limit.
+
+    Those at the head for which cache rows are free do not count: they run from the next step on.
+
+    Attributes:
+        max_waiting: requests that wait.
+        max_waiting_tokens: their prompt tokens in all.
+    """
+
+    max_waiting: int | None = None
+    max_waiting_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_waiting is not None:
+            _whole("max_waiting", self.max_waiting, 0, 2**31 - 1)
+        if self.max_waiting_tokens is not None:
+            _whole("max_waiting_tokens", self.max_waiting_tokens, 0, 2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How much runs at once, on what, in which precision.
 
@@ -251,7 +343,14 @@ class EngineConfig:
         max_batch_size: requests decoded together.
         max_model_len: prompt plus output tokens of one request; None takes the model's own
             context, at most 2,048 to keep the cache small.
-        prefill_chunk: prompt tokens per prefill pass.
+        max_slots: tokens, prompt and output, of all running requests together; beyond it the one
+            admitted last waits again and is recomputed later. At least ``max_model_len``; None
+            never makes one wait. Drafted tokens have room of their own and do not count.
+        prefill_chunk: prompt tokens that one step computes ahead of the requests' first tokens, of
+            all new requests together; the others go on decoding in the same step.
+        prefix_cache: a request that begins like an earlier one of the same salt starts on its keys
+            and values; a row that is free keeps what it holds until it is needed.
+        admission: how long the queue may get.
         dtype: ``auto`` (bfloat16 where the processor multiplies it natively, else float32),
             ``bfloat16`` or ``float32``.
         device: ``cpu``; other devices are refused in this version.
@@ -263,7 +362,10 @@ class EngineConfig:
 
     max_batch_size: int = 1
     max_model_len: int | None = None
+    max_slots: int | None = None
     prefill_chunk: int = 256
+    prefix_cache: bool = False
+    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     dtype: str = "auto"
     device: str = "cpu"
     threads: int | None = None
@@ -273,6 +375,13 @@ class EngineConfig:
         _whole("max_batch_size", self.max_batch_size, 1, 1024)
         if self.max_model_len is not None:
             _whole("max_model_len", self.max_model_len, 2, 2**24)
+        if self.max_slots is not None:
+            _whole("max_slots", self.max_slots, self.max_model_len or 2, 2**34)
+        _flag("prefix_cache", self.prefix_cache)
+        if not isinstance(self.admission, AdmissionLimits):
+            raise ParameterError(
+                f"admission: {self.admission!r} is not an AdmissionLimits; give one"
+            )
         _whole("prefill_chunk", self.prefill_chunk, 1, 65536)
         _one_of("dtype", self.dtype, ("auto", "bfloat16", "float32"))
         _one_of("device", self.device, ("cpu",))

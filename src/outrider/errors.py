@@ -13,6 +13,7 @@
         │   └── UnsupportedModelError       a sound checkpoint of an architecture we do not have
         ├── DownloadError                   a pull that did not finish or did not match its hash
         ├── CapacityError                   memory or disk is too small
+        ├── OverloadedError                 the queue is full; the same request may fit later
         └── TrainingError                   a loss that is no number any more, or too little data
 
 User mistakes raise one of these and say the value, what is allowed and what to do.
@@ -27,6 +28,7 @@ __all__ = [
     "DownloadError",
     "FailureError",
     "OutriderError",
+    "OverloadedError",
     "ParameterError",
     "PromptError",
     "TrainingError",
@@ -83,6 +85,10 @@ class DownloadError(FailureError):
 
 class CapacityError(FailureError):
     """What was asked for does not fit in memory."""
+
+
+class OverloadedError(FailureError):
+    """Too many requests wait already; nothing is wrong with this one, and it may fit later."""
 
 
 class TrainingError(FailureError):

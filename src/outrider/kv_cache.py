@@ -13,6 +13,10 @@ frees rows. One cache row per request, half-open intervals of slots::
 Keys are stored after rotation, each at its token's own position, so moving a node to its final
 slot changes nothing in it. Stale slots may hold any finite numbers: masked, they weigh exactly
 zero. Non-finite ones would not (0 * inf is not 0), so they are scrubbed.
+
+A freed row keeps its contents until it is taken again, and a prefix of any row is good for whoever
+begins with the same tokens: a row can be taken with that prefix committed, or get it copied. Which
+rows hold what, and who may have it, :mod:`outrider.prefix_cache` knows.
 """
 
 from __future__ import annotations
@@ -78,10 +82,22 @@ class KVCache:
         """Requests that can still be taken in."""
         return len(self._free_rows)
 
-    def allocate(self) -> int:
-        """Take the lowest free row (running requests stay dense) with nothing committed."""
-        row = heapq.heappop(self._free_rows)
-        self._committed[row] = 0
+    @property
+    def free_rows(self) -> list[int]:
+        """The rows that nobody holds, ascending."""
+        return sorted(self._free_rows)
+
+    def allocate(self, row: int | None = None, *, committed: int = 0) -> int:
+        """Take a free row, the lowest unless one is named; running requests stay dense.
+
+        Its first ``committed`` slots, left by whoever freed it, count as committed.
+        """
+        if row is None:
+            row = heapq.heappop(self._free_rows)
+        else:
+            self._free_rows.remove(row)
+            heapq.heapify(self._free_rows)
+        self._committed[row] = committed
         return row
 
     def free(self, row: int, *, scrub: bool = False) -> None:
@@ -166,6 +182,20 @@ class KVCache:
             for cache in (self._keys_LBGSK, self._values_LBGSK):
                 cache[:, row, :, target] = cache[:, row, :, source]
         self._committed[row] = start + 1 + len(path)
+
+    def rollback(self, row: int, committed: int) -> None:
+        """Keep only the first ``committed`` committed slots."""
+        assert committed <= self._committed[row]
+        self._committed[row] = committed
+
+    def copy_prefix(self, source: int, row: int, count: int) -> None:
+        """Commit a copy of another row's first ``count`` slots, bit for bit, as all of this row.
+
+        The source may be a running row or a freed one that still holds them.
+        """
+        for cache in (self._keys_LBGSK, self._values_LBGSK):
+            cache[:, row, :, :count] = cache[:, source, :, :count]
+        self._committed[row] = count
 
     def scrub(self, row: int, count: int) -> None:
         """Zero the ``count`` slots behind the committed prefix: they may hold NaN or infinity."""

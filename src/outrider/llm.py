@@ -21,6 +21,7 @@ from outrider.config import EngineConfig, SamplingParams, SpeculationConfig
 from outrider.drafters import Drafter, DraftSource
 from outrider.engine import Engine
 from outrider.errors import ParameterError, PromptError
+from outrider.grammar import GrammarCompiler
 from outrider.models.architecture import DecoderConfig
 from outrider.models.decoder import Decoder
 from outrider.models.exactness import is_exact, row_policies
@@ -43,9 +44,9 @@ from outrider.pairing import (
     drafter_items,
     open_drafter,
 )
-from outrider.scheduler import Request
+from outrider.request import Request
 from outrider.selfcheck import SelfCheck, check_head
-from outrider.types import Completion, ProgressCallback, TextChunk, Usage
+from outrider.types import Completion, ProgressCallback, TextChunk, TokenLogprobs, Usage
 
 Prompt = str | Sequence[int]
 
@@ -130,6 +131,11 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """The model's tokeniser and chat template."""
         return self.files.tokenizer
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the requests, for whoever schedules them himself, as the server does."""
+        return self._engine
 
     @property
     def target(self) -> Decoder:
@@ -239,7 +245,7 @@ class LLM:
                     is_new = request.num_output > taken[index] or request.finish_reason is not None
                     if index in completions or not is_new:
                         continue
-                    chunk = self._take(request, taken[index])
+                    chunk = self.take(request, taken[index])
                     taken[index] += len(chunk.token_ids)
                     if chunk.completion is not None:
                         completions[index] = chunk.completion
@@ -338,6 +344,18 @@ class LLM:
         """Like :meth:`chat`, piece by piece."""
         return self.stream(self.tokenizer.encode_chat(messages), params)
 
+    def take(self, request: Request, taken: int) -> TextChunk:
+        """What came of a request of :attr:`engine` behind the first ``taken`` output tokens.
+
+        Its text is what was not handed out yet, so each piece comes once; the completion comes
+        with the call after the request's end.
+        """
+        with self._engine.lock:
+            tokens = tuple(request.token_ids[request.prompt_len + taken :])
+            completion = None if request.finish_reason is None else self._completion(request)
+            logprobs = _logprobs(request, taken)
+            return TextChunk(request.output.take_text(), tokens, completion, logprobs)
+
     def _stream(self, request: Request) -> Generator[TextChunk, None, None]:
         taken = 0
         self._engine.submit(request)
@@ -345,20 +363,13 @@ class LLM:
             while True:
                 if request.finish_reason is None:
                     self._engine.step()
-                chunk = self._take(request, taken)
+                chunk = self.take(request, taken)
                 taken += len(chunk.token_ids)
                 yield chunk
                 if chunk.completion is not None:
                     return
         finally:
             self._engine.abort(request)
-
-    def _take(self, request: Request, taken: int) -> TextChunk:
-        """What came since the last call for this request."""
-        with self._engine.lock:
-            tokens = tuple(request.token_ids[request.prompt_len + taken :])
-            completion = None if request.finish_reason is None else self._completion(request)
-            return TextChunk(request.output.take_text(), tokens, completion)
 
     def _completion(self, request: Request) -> Completion:
         assert request.finish_reason is not None
@@ -373,6 +384,8 @@ class LLM:
             fingerprint=self.fingerprint.text,
             seed=request.sampler.seed,
             error=request.error,
+            logprobs=_logprobs(request),
+            prediction=None if request.prediction is None else request.prediction.stats,
         )
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -386,6 +399,13 @@ class LLM:
             raise PromptError(
                 f"prompt: {reprlib.repr(prompt)} is neither a string nor a sequence of token ids"
             ) from None
+
+
+def _logprobs(request: Request, taken: int = 0) -> tuple[TokenLogprobs, ...] | None:
+    """Those of the output tokens behind the first ``taken``, if they were asked for."""
+    if request.params.logprobs is None:
+        return None
+    return tuple(request.output.logprobs[taken:])
 
 
 def plan_pair(
@@ -477,6 +497,7 @@ def _new_engine(
         max_draft_tokens=speculation.num_draft_tokens,
         costs=loaded.costs if speculation.adaptive else None,
         uses_blocks=speculation.block_verification,
+        grammars=GrammarCompiler(tokenizer, loaded.target.config.vocab_size),
     )
 
 

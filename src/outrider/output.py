@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from outrider.config import SamplingParams
-from outrider.types import FinishReason
+from outrider.types import FinishReason, TokenLogprobs
 
 _REPLACEMENT = "\ufffd"
 # A UTF-8 character has at most four bytes, so at most three wait for the rest. A byte-level decoder
@@ -44,22 +44,32 @@ class TextDecoder(Protocol):
         ...
 
 
+class Completing(Protocol):
+    """The part of a grammar that ends an answer."""
+
+    def is_complete(self, output_ids: Sequence[int]) -> bool:
+        """Whether this output is all that was asked for, and nothing can follow it."""
+        ...
+
+
 class OutputStream:
     """One request's answer: takes tokens, says when it ends, gives its text in pieces.
 
     The earliest event ends the answer. At one and the same token an end-of-sequence or stop id
-    comes first, then a stop string, then the length. Of several stop strings that one token
-    completes, the one that starts first cuts the text. A stop string that is complete before
-    ``min_tokens`` tokens are out is text like any other.
+    comes first, then a stop string, then the end of a grammar, then the length. Of several stop
+    strings that one token completes, the one that starts first cuts the text. A stop string that is
+    complete before ``min_tokens`` tokens are out is text like any other.
 
     Args:
         decoder: turns ids into text.
         params: the stop rules.
         eos_ids: the model's end-of-sequence ids; without effect under ``ignore_eos``.
         max_output: most tokens to take; the smaller of ``max_tokens`` and the room in the context.
+        grammar: what ends the answer when it is complete, if anything.
 
     Attributes:
         token_ids: every token taken, the one that ended the answer included.
+        logprobs: an entry for each of them; stays empty where none are asked for.
         finish_reason: None while the answer goes on.
     """
 
@@ -69,9 +79,11 @@ class OutputStream:
         params: SamplingParams,
         eos_ids: frozenset[int],
         max_output: int,
+        grammar: Completing | None = None,
     ) -> None:
         assert max_output >= 1
         self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
         self._decoder = decoder
         self._window = _WindowDecoder(decoder)
@@ -81,6 +93,7 @@ class OutputStream:
             self._stop_ids |= eos_ids
         self._min_tokens = params.min_tokens
         self._max_output = max_output
+        self._grammar = grammar
         self._printable: list[str] = []
         self._num_taken = 0
         self._held = ""
@@ -90,17 +103,22 @@ class OutputStream:
         """The answer, cut before a stop string; while it goes on, as far as it is printable."""
         return "".join(self._printable)
 
-    def push(self, token: int) -> FinishReason | None:
+    def push(self, token: int, logprobs: TokenLogprobs | None = None) -> FinishReason | None:
         """Take one emitted token; returns why the answer ends with it, or None to go on.
 
         After a reason was returned no further token may be pushed.
         """
         assert self.finish_reason is None, "the answer has ended"
         self.token_ids.append(token)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
         if token in self._stop_ids:
             self._flush(self.token_ids[:-1])
             self.finish_reason = FinishReason.STOP
         elif self._pass_on(self._window.push(token)):
+            self.finish_reason = FinishReason.STOP
+        elif self._grammar is not None and self._grammar.is_complete(self.token_ids):
+            self._flush(self.token_ids)
             self.finish_reason = FinishReason.STOP
         elif len(self.token_ids) >= self._max_output:
             has_stopped = self._flush(self.token_ids)

@@ -6,10 +6,10 @@ the flow; takes logits and token ids, knows neither models nor caches. A pick is
     argmax( warp(logits of the node, prefix of the node) + noise(seed, choice, position) )
 
 where ``warp`` applies, in this order: repetition, presence and frequency penalties, logit bias,
-forbidden ids (``min_tokens``), temperature, top-k, top-p, min-p. At temperature 0 the filters and
-the noise fall away. Ties go to the lowest id. Plain decoding, the first token after prefill and
-every node of a draft tree come through here, so they cannot differ. The ``rejection`` rule takes
-the law itself, softmax(warp), and a drafter warps its own logits in the same way.
+grammar, forbidden ids (``min_tokens``), temperature, top-k, top-p, min-p. At temperature 0 the
+filters and the noise fall away. Ties go to the lowest id. Plain decoding, the first token after
+prefill and every node of a draft tree come through here, so they cannot differ. The ``rejection``
+rule takes the law itself, softmax(warp), and a drafter warps its own logits in the same way.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from outrider.config import SamplingParams
 from outrider.errors import ParameterError
 from outrider.noise import GumbelNoise
 from outrider.tree import DraftTree
+from outrider.types import TokenLogprobs
 from outrider.vocabulary import DraftVocabulary
-from outrider.warping import Prefix, Row, Warp, softmax
+from outrider.warping import Constraint, Prefix, Row, Warp, softmax
 
 NOT_FINITE = -1
 
@@ -44,6 +45,24 @@ def argmax_rows(logits_RV: Tensor) -> list[int]:
     ids = logits.argmax(axis=1)  # a NaN counts as the largest
     is_finite = np.isfinite(logits[np.arange(len(logits)), ids])
     return np.where(is_finite, ids, NOT_FINITE).tolist()
+
+
+def token_logprobs(logits_V: Tensor | Row, token: int, num_top: int) -> TokenLogprobs:
+    """The log-probabilities of a token and of the ``num_top`` likeliest, from a raw row of logits.
+
+    Worked out in float64 from float32 logits, which must be finite in the sense of
+    :func:`argmax_rows`; they are only read.
+    """
+    row = _row(logits_V).astype(np.float64)
+    row -= row.max()
+    row -= np.log(np.exp(row).sum())
+    top: list[int] = []
+    if num_top:
+        kth = np.partition(row, row.size - num_top)[row.size - num_top] if num_top < row.size else 0
+        places = np.flatnonzero(row >= kth) if num_top < row.size else np.arange(row.size)
+        order = places[np.argsort(-row[places], kind="stable")]
+        top = [int(place) for place in order[:num_top] if row[place] > -np.inf]
+    return TokenLogprobs(token, float(row[token]), tuple((one, float(row[one])) for one in top))
 
 
 class RequestSampler:
@@ -68,21 +87,24 @@ class RequestSampler:
         vocab_size: int,
         prompt_ids: Sequence[int],
         eos_ids: frozenset[int],
+        constraint: Constraint | None = None,
     ) -> None:
-        _check_ids("logit_bias", params.logit_bias, vocab_size)
-        _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+        check_ids("logit_bias", params.logit_bias, vocab_size)
+        check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
         self.params = params
         self.seed = secrets.randbits(64) if params.seed is None else params.seed
         self.noise = GumbelNoise(self.seed, params.choice, vocab_size)
         self._vocab_size = vocab_size
         self._prompt_ids = tuple(prompt_ids)
         self._forbidden_ids = _forbidden_ids(params, vocab_size, eos_ids)
-        self._warp = Warp(params, self._prompt_ids, self._forbidden_ids)
+        self._constraint = constraint
+        self._warp = Warp(params, self._prompt_ids, self._forbidden_ids, constraint=constraint)
         self.is_raw_argmax = (
             params.is_greedy
             and not params.has_penalties
             and not params.logit_bias
             and not self._forbidden_ids
+            and constraint is None
         )
 
     def picks(self, logits_NV: Tensor, token_ids: Sequence[int], tree: DraftTree) -> Sequence[int]:
@@ -95,7 +117,9 @@ class RequestSampler:
         return _PerNode(self._pick, logits_NV, self._warp.prefix(token_ids), tree)
 
     def choose(self, logits_NV: Tensor, token_ids: Sequence[int], tree: DraftTree) -> list[int]:
-        """The target's pick after each node of the tree; -1 where its logits are not finite.
+        """The target's pick after each node of the tree.
+
+        -1 where its logits are not finite, or the grammar allows none of what they do.
 
         ``token_ids`` is the prompt and all emitted tokens, the tree's root last. Node n's prefix
         is ``token_ids`` and the tokens on its path; the picked token will stand at position
@@ -108,7 +132,8 @@ class RequestSampler:
 
         ``token_ids`` is the whole prefix of the token to pick. At a temperature above 0 the
         largest is 0 and masked tokens are minus infinity: the softmax is the law of the pick.
-        The logits must be finite in the sense of :func:`argmax_rows`.
+        The logits must be finite in the sense of :func:`argmax_rows`. All of the result is minus
+        infinity where the grammar allows nothing.
         """
         return torch.from_numpy(self._warp(_row(logits_V), self._warp.prefix(token_ids), ()))
 
@@ -117,8 +142,8 @@ class RequestSampler:
     ) -> Sequence[Row | None]:
         """The probabilities from which the token after each node is drawn; float32 ``[V]`` each.
 
-        Arguments and laziness as for :meth:`picks`; None where the logits are not finite. Only for
-        a temperature above 0.
+        Arguments and laziness as for :meth:`picks`; None where the logits are not finite or the
+        grammar allows none of what they do. Only for a temperature above 0.
         """
         assert logits_NV.shape == (len(tree), self._vocab_size)
         assert not self.params.is_greedy
@@ -131,7 +156,9 @@ class RequestSampler:
         the drafter's, None where it is the target's own.
         """
         assert vocabulary is None or vocabulary.target_size == self._vocab_size
-        warp = Warp(self.params, self._prompt_ids, self._forbidden_ids, vocabulary)
+        warp = Warp(
+            self.params, self._prompt_ids, self._forbidden_ids, vocabulary, self._constraint
+        )
         noise = None if self.params.is_greedy else self.noise
         return DraftView(warp, warp.prefix(token_ids), noise, vocabulary)
 
@@ -149,12 +176,16 @@ class RequestSampler:
         row = self._warp(row, prefix, path)
         if not self.params.is_greedy:
             row += self.noise.at(prefix.num_tokens + len(path)).numpy()
-        return int(row.argmax())
+        pick = int(row.argmax())
+        return pick if self._constraint is None or np.isfinite(row[pick]) else NOT_FINITE
 
     def _law(self, logits_V: Tensor, prefix: Prefix, path: Sequence[int]) -> Row | None:
         """The law of the pick of one row whose prefix goes on with ``path``."""
         row = _row(logits_V)
-        return softmax(self._warp(row, prefix, path)) if _is_finite(row) else None
+        if not _is_finite(row):
+            return None
+        row = self._warp(row, prefix, path)
+        return softmax(row) if self._constraint is None or _is_finite(row) else None
 
 
 class DraftView:
@@ -181,9 +212,10 @@ class DraftView:
         self._vocabulary = vocabulary
 
     def warp(self, logits_W: Tensor | Row, path: Sequence[int]) -> Row:
-        """Draft logits after the request's penalties and filters; a new float32 ``[W]``.
+        """Draft logits after the request's penalties, grammar and filters; a new float32 ``[W]``.
 
-        All minus infinity where the logits are not finite: such a row proposes nothing.
+        All minus infinity where the logits are not finite, or where the grammar allows none of the
+        draft's tokens: such a row proposes nothing.
         """
         row = _row(logits_W)
         if not _is_finite(row):
@@ -268,7 +300,7 @@ def _forbidden_ids(
     return tuple(sorted(ids))
 
 
-def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
     """Refuse ids that the model's vocabulary does not have."""
     for token in ids:
         if token >= vocab_size:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import takewhile
 
 import torch
 
@@ -20,11 +22,12 @@ from outrider.kv_cache import KVCache
 from outrider.models.decoder import Decoder, ForwardOutput
 from outrider.models.layers import Segment
 from outrider.rejection import verify
-from outrider.sampling import argmax_rows
-from outrider.scheduler import Request
+from outrider.request import Request
+from outrider.sampling import argmax_rows, token_logprobs
 from outrider.tree import DraftTree
 from outrider.types import StepRecord, Verdict
 from outrider.verify import walk
+from outrider.warping import Constraint
 
 
 def speculative_step(
@@ -61,7 +64,9 @@ def speculative_step(
         hidden[b] = _committed_states(hidden[b], segment.num_silent, verdict)
         cache.extend(request.row, segment.num_silent)
         cache.commit(request.row, verdict.path)
-        request.emit(verdict)
+        num_emitted = request.emit(verdict)
+        if request.prediction is not None:
+            request.prediction.observe(trees[b], verdict, num_emitted)
         request.sampler.release(len(request.token_ids))
     speculating = [b for b, request in enumerate(requests) if request.speculates]
     if drafter is not None and speculating:
@@ -87,7 +92,40 @@ def propose(
         proposed = drafter.propose(drafting, [r.max_depth for r in drafting], min_score)
         for b, tree in zip(speculating, proposed, strict=True):
             trees[b] = tree
-    return trees
+    return [_eligible(request, tree) for request, tree in zip(requests, trees, strict=True)]
+
+
+def _eligible(request: Request, tree: DraftTree) -> DraftTree:
+    """The tree with the caller's prediction in it, within the request's own limits."""
+    if request.prediction is not None and request.max_depth > 0:
+        expected = request.prediction.propose(
+            request.token_ids, request.prompt_len, request.max_depth
+        )
+        if not request.params.uses_rejection:
+            tree = tree.merged(expected)
+        elif expected.num_drafted:
+            tree = expected  # beside it, which drawn nodes stay would depend on what was drawn
+    if request.params.max_draft_tokens is not None:
+        tree = tree.best(request.params.max_draft_tokens)
+    if request.constraint is not None and tree.num_drafted:
+        output_ids = request.token_ids[request.prompt_len :]
+        tree = _allowed(tree, request.constraint, output_ids)
+    return tree
+
+
+def _allowed(tree: DraftTree, constraint: Constraint, output_ids: Sequence[int]) -> DraftTree:
+    """The nodes that the grammar allows: the target will pick no other.
+
+    Only fixed guesses go. A drawn node stays, whatever it is: the ``rejection`` rule's other draws
+    make up for its law, which a look at what was drawn would change.
+    """
+    keep: set[int] = set()
+    for leaf in {*range(1, len(tree))}.difference(tree.parent):
+        path = tree.path(leaf)
+        num_valid = constraint.num_valid(output_ids, [tree.token[node] for node in path])
+        keep.update(path[:num_valid])
+        keep.update(takewhile(tree.drawn.__contains__, path[num_valid:]))
+    return tree if len(keep) == tree.num_drafted else tree.keep(sorted(keep))
 
 
 def judge(
@@ -109,13 +147,23 @@ def judge(
         first += len(tree)
         is_tainted.append(-1 in raw[rows])
         if request.params.uses_rejection:
-            verdicts.append(_reject(request, tree, logits_RV[rows], uses_blocks))
+            verdict = _reject(request, tree, logits_RV[rows], uses_blocks)
         elif request.sampler.is_raw_argmax:
-            verdicts.append(walk(tree, raw[rows]))
+            verdict = walk(tree, raw[rows])
         else:
-            picks = request.sampler.picks(logits_RV[rows], request.token_ids, tree)
-            verdicts.append(walk(tree, picks))
+            verdict = walk(tree, request.sampler.picks(logits_RV[rows], request.token_ids, tree))
+        if request.params.logprobs is not None:
+            verdict = _with_logprobs(verdict, logits_RV[rows], request.params.logprobs)
+        verdicts.append(verdict)
     return verdicts, is_tainted
+
+
+def _with_logprobs(verdict: Verdict, logits_NV: torch.Tensor, num_top: int) -> Verdict:
+    """The verdict with the raw log-probabilities of each of its tokens."""
+    nodes = (0, *verdict.path)
+    pairs = zip(nodes, verdict.tokens, strict=False)  # the last node may have no token
+    logprobs = [token_logprobs(logits_NV[node], token, num_top) for node, token in pairs]
+    return replace(verdict, logprobs=tuple(logprobs))
 
 
 def _reject(
@@ -141,8 +189,7 @@ def decode_alone(
     capture = () if drafter is None else drafter.captures
     output = target.forward([_segment(request, root, cache)], cache, capture=capture)
     (verdict,), _ = judge([request], [root], output.logits_RV, uses_blocks=False)
-    judged = Verdict(verdict.path, verdict.tokens, tree.num_drafted, verdict.is_finite)
-    return judged, output.hidden_RC
+    return replace(verdict, num_drafted=tree.num_drafted), output.hidden_RC
 
 
 def _split(output: ForwardOutput) -> list[torch.Tensor | None]:

@@ -90,11 +90,15 @@ class DraftTree:
 
     def path_tokens(self, node: int) -> list[int]:
         """Tokens from below the root down to ``node``, ``node`` included; [] for the root."""
-        tokens = []
+        return [self.token[place] for place in self.path(node)]
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from below the root down to ``node``, ``node`` included; [] for the root."""
+        nodes = []
         while node > 0:
-            tokens.append(self.token[node])
+            nodes.append(node)
             node = self.parent[node]
-        return tokens[::-1]
+        return nodes[::-1]
 
     @property
     def is_chain(self) -> bool:

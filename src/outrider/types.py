@@ -45,7 +45,21 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence token, a stop id or a stop string
     LENGTH = "length"  # max_tokens, or the end of the context
     ABORT = "abort"  # cancelled by the caller
-    ERROR = "error"  # the target's logits were not finite
+    ERROR = "error"  # logits that are not finite, or an internal fault
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely the target found an emitted token: the natural logarithm of its probability.
+
+    From the softmax of the raw float32 logits, before penalties, bias, grammar, temperature and
+    filters. ``top`` are the likeliest tokens with theirs, falling, ties by id; those with no
+    probability at all are left out.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +70,15 @@ class Verdict:
     ``tokens`` are the emitted tokens: the accepted ones, then the correction or bonus token, so
     ``len(tokens) == len(path) + 1``. ``num_drafted`` counts the nodes that were verified. When the
     target's logits at the end of the path are not finite, ``is_finite`` is False and ``tokens``
-    ends with the last accepted one.
+    ends with the last accepted one. ``logprobs`` has an entry per token where the request asked for
+    them, else none.
     """
 
     path: tuple[int, ...]
     tokens: tuple[int, ...]
     num_drafted: int
     is_finite: bool = True
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(slots=True)
@@ -115,6 +131,14 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictionStats:
+    """Tokens of a request's ``prediction`` that were verified, by what became of them."""
+
+    accepted: int = 0
+    rejected: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of one request."""
 
@@ -153,6 +177,8 @@ class Completion:
     ``text`` excludes a stop string and everything after it; ``token_ids`` ends with the token that
     completed the stop (or with the end-of-sequence token). ``error`` is set when ``finish_reason``
     is ``error``. ``fingerprint`` names weights, kernels, precision, threads and exactness level.
+    ``logprobs`` has an entry for each of ``token_ids`` where they were asked for, and
+    ``prediction`` is set where the request came with one.
     """
 
     text: str
@@ -165,6 +191,8 @@ class Completion:
     fingerprint: str
     seed: int | None = None
     error: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prediction: PredictionStats | None = None
 
     @property
     def decode_rate(self) -> float | None:
@@ -186,18 +214,24 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """A piece of a streamed answer; ``completion`` comes with the last one."""
+    """A piece of a streamed answer; ``completion`` comes with the last one.
+
+    Text lags behind its tokens where it might begin a stop string or an unfinished character;
+    ``logprobs`` go with the tokens, None where they were not asked for.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     completion: Completion | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """Where one engine step's time went, in seconds, and how many rows it verified.
 
-    ``draft_passes`` counts the drafter's own forward passes in it (0 for n-gram).
+    ``draft_passes`` counts the drafter's own forward passes in it (0 for n-gram); ``prefill_s`` is
+    the time of the ``prefill_tokens`` prompt tokens that were computed ahead, beside the rest.
     """
 
     num_requests: int
@@ -206,3 +240,5 @@ class StepRecord:
     verify_s: float
     rest_s: float
     draft_passes: int = 0
+    prefill_s: float = 0.0
+    prefill_tokens: int = 0

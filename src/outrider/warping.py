@@ -1,7 +1,8 @@
 """Warping: one row of logits to the law it stands for, given the tokens before it.
 
-Owns penalties, logit bias, forbidden ids, temperature and filters, in this order. Stands below
-``sampling``, which adds noise and picks; knows neither noise, trees nor models. One
+Owns penalties, logit bias, what a grammar allows, forbidden ids, temperature and filters, in this
+order. Stands below ``sampling``, which adds noise and picks; knows neither noise, trees nor models,
+and of a grammar only its masks. One
 :class:`Warp` serves the target's rows, another the same request's rows of draft logits, whose
 vocabulary may be smaller: ids that it lacks are passed over.
 
@@ -16,7 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,12 +80,36 @@ def softmax(row: Row) -> Row:
     return (weight / weight.sum()).astype(np.float32)
 
 
+class Constraint(Protocol):
+    """What the output must be, as :mod:`outrider.grammar` compiles it.
+
+    Every answer is about the output given, whatever was asked before.
+    """
+
+    def mask(self, output_ids: Sequence[int]) -> NDArray[np.bool_]:
+        """Which tokens may come after this output; none where it is wrong itself. ``[V]``."""
+        ...
+
+    def num_valid(self, output_ids: Sequence[int], path: Sequence[int]) -> int:
+        """How many tokens of ``path`` may follow this output, one after the other."""
+        ...
+
+    def is_complete(self, output_ids: Sequence[int]) -> bool:
+        """Whether this output is all that was asked for, and nothing can follow it."""
+        ...
+
+    def failure(self, output_ids: Sequence[int]) -> str | None:
+        """Why no token at all may come after this output; None where one may."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Prefix:
     """A request's tokens up to the root, counted once for all rows of a step.
 
     ``count`` has the occurrences in the output; ``penalised`` are the places in a row that
-    penalties touch, and ``subtract`` what presence and frequency take from each.
+    penalties touch, and ``subtract`` what presence and frequency take from each. ``output_ids`` are
+    there for a constraint alone.
     """
 
     num_tokens: int
@@ -92,6 +117,7 @@ class Prefix:
     count: Counter[int]
     penalised: NDArray[np.int64]
     subtract: Row
+    output_ids: tuple[int, ...] = ()
 
 
 class Warp:
@@ -102,6 +128,7 @@ class Warp:
         prompt_ids: its prompt.
         forbidden_ids: the target's ids that ``min_tokens`` holds back.
         vocabulary: the rows' own vocabulary, where it is not the target's.
+        constraint: what the output must be, if anything.
     """
 
     def __init__(
@@ -110,8 +137,10 @@ class Warp:
         prompt_ids: Collection[int],
         forbidden_ids: Collection[int],
         vocabulary: DraftVocabulary | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
         self._params = params
+        self._constraint = constraint
         self._vocabulary = vocabulary
         self._prompt_len = len(prompt_ids)
         self._prompt_set = frozenset(prompt_ids if params.repetition_penalty != 1.0 else ())
@@ -126,15 +155,17 @@ class Warp:
         """One row through the whole chain; always a fresh array.
 
         Its prefix goes on with ``path``, in the target's ids. The row must have a largest entry
-        and that be finite.
+        and that be finite; all of the result is minus infinity where the constraint leaves nothing.
         """
         row = logits.copy()
         if self._params.has_penalties:
             self._penalise(row, prefix, path)
         row[self._bias_places] += self._bias
+        if self._constraint is not None:
+            row = self._constrain(row, [*prefix.output_ids, *path])
         if prefix.num_output + len(path) < self._params.min_tokens:
             row = self._forbid(row)
-        if self._params.is_greedy:
+        if self._params.is_greedy or (self._constraint is not None and np.isneginf(row.max())):
             return row
         # The softmax does not see a shift; with the largest at 0 a low temperature neither
         # overflows nor costs the likely tokens their precision when noise is added.
@@ -154,6 +185,7 @@ class Warp:
             count=count,
             penalised=self._places(penalised),
             subtract=self._subtractions(count[token] for token in penalised),
+            output_ids=() if self._constraint is None else tuple(token_ids[self._prompt_len :]),
         )
 
     def _known(self, ids: Iterable[int]) -> list[int]:
@@ -194,6 +226,13 @@ class Warp:
             scaled = np.where(values > 0, values / self._repetition, values * self._repetition)
         finite = np.clip(scaled - subtract, -_LARGEST, _LARGEST)
         return np.where(np.isneginf(values), values, finite)
+
+    def _constrain(self, row: Row, output_ids: Sequence[int]) -> Row:
+        """Mask what the constraint does not allow after this output."""
+        assert self._constraint is not None
+        mask_V = self._constraint.mask(output_ids)
+        mask = mask_V if self._vocabulary is None else mask_V[self._vocabulary.ids_W]
+        return np.where(mask, row, np.float32(-np.inf))
 
     def _forbid(self, row: Row) -> Row:
         """Mask, in place, the ids that would end the text, unless nothing else is possible."""

@@ -91,11 +91,11 @@ class LawSampler(ExactSampler):
     def laws(
         self, logits_NV: torch.Tensor, token_ids: Sequence[int], tree: DraftTree
     ) -> Sequence[Any]:
-        nodes = range(len(tree))
-        return [
-            fractions(self.weights(logits_NV[node].tolist(), list(token_ids), tree, node))
-            for node in nodes
+        weights = [
+            self.weights(logits_NV[node].tolist(), list(token_ids), tree, node)
+            for node in range(len(tree))
         ]
+        return [fractions(law) if any(law) else None for law in weights]
 
     def draft_view(self, token_ids: Sequence[int], vocabulary: DraftVocabulary | None) -> ExactView:
         return ExactView(self.params, self.eos_ids, tuple(token_ids), vocabulary)

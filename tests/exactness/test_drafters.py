@@ -162,7 +162,7 @@ def test_a_prefill_that_is_interrupted_ends_its_requests_and_the_engine_goes_on(
     forward = target.forward
 
     def interrupted(segments, cache, **more):
-        if segments[0].cache_row == 3:  # the first long prompt: those before it need no prefill
+        if segments[0].cache_row == 3:  # the one long prompt: the others need no prefill
             raise KeyboardInterrupt
         return forward(segments, cache, **more)
 
@@ -174,8 +174,10 @@ def test_a_prefill_that_is_interrupted_ends_its_requests_and_the_engine_goes_on(
         engine.step()
     outcomes, stats = run(engine, prompts, params)
 
-    assert ["length"] * 3 + ["abort"] * 2 == [request.finish_reason for request in requests]
-    for outcome, request in zip(expected[:3], requests[:3], strict=True):
-        assert outcome.token_ids == tuple(request.token_ids[request.prompt_len :])
+    ends = ["length", "length", "length", "abort", "length"]
+    assert ends == [request.finish_reason for request in requests]
+    for outcome, request in zip(expected, requests, strict=True):
+        if request.finish_reason == "length":
+            assert outcome.token_ids == tuple(request.token_ids[request.prompt_len :])
     assert expected == outcomes
     assert_speculated(stats, accepted=True, rejected=True)

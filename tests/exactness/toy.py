@@ -13,10 +13,11 @@ of the rest stand
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache
 from types import SimpleNamespace
@@ -28,12 +29,15 @@ import torch
 from outrider import step
 from outrider.budget import Budget
 from outrider.config import SamplingParams
+from outrider.grammar import GrammarCompiler
 from outrider.models.layers import Segment
-from outrider.scheduler import Request
+from outrider.request import Request
 from outrider.tree import DraftTree
-from outrider.types import FinishReason, Verdict
+from outrider.types import FinishReason, PredictionStats, Verdict
+from outrider.warping import Constraint
 from tests.exactness.race import Weights, World, distance, enumerate_law
 from tests.exactness.toy_drafters import Tally, ToyDrafter
+from tests.grammars import allowed_by_trying, letters
 
 PROMPT = (0, 1)
 EOS = frozenset({2})
@@ -139,7 +143,8 @@ def exact_weights(
 ) -> Weights:
     """The law of the next token, unnormalised, by the book: integer logits to the base 2.
 
-    Penalties and biases must be whole numbers and the temperature must leave whole logits.
+    Penalties and biases must be whole numbers and the temperature must leave whole logits. All 0
+    where a grammar allows nothing.
     """
     output = list(prefix[prompt_len:])
     value = [Fraction(logit) for logit in logits]
@@ -153,7 +158,11 @@ def exact_weights(
         value[token] += Fraction(params.logit_bias.get(token, 0))
     ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_ids))
     held_back = ends if len(output) < params.min_tokens else set()
-    allowed = [token for token in range(len(value)) if token not in held_back]
+    allowed = sorted(allowed_tokens(output, params, len(value), eos_ids))
+    if params.grammar is None or not held_back.issuperset(allowed):
+        allowed = [token for token in allowed if token not in held_back]
+    if not allowed:
+        return (0,) * len(value)
     if params.temperature == 0:
         best = max(allowed, key=lambda token: (value[token], -token))
         return tuple(int(token == best) for token in range(len(value)))
@@ -168,6 +177,49 @@ def exact_weights(
             nucleus[token] = weight[token]
     floor = Fraction(params.min_p) * max(nucleus.values())
     return tuple(w if (w := nucleus.get(t, 0)) >= floor else 0 for t in range(len(value)))
+
+
+# Longer than any answer here, so that every beginning of a text is found.
+_TRIED_LEN = 8
+
+
+def allowed_tokens(
+    output: Sequence[int], params: SamplingParams, vocab_size: int, eos_ids: frozenset[int]
+) -> set[int]:
+    """What a regular grammar allows after this output, by trying all texts."""
+    if params.grammar is None:
+        return set(range(vocab_size))
+    tokenizer = letters(vocab_size, eos_ids)
+    alphabet = tokenizer.text(sorted({*range(vocab_size)} - eos_ids))
+    allowed = allowed_by_trying(
+        params.grammar.text, tokenizer, output, alphabet=alphabet, max_len=_TRIED_LEN
+    )
+    return allowed - eos_ids if params.ignore_eos else allowed
+
+
+@cache
+def _compiler(vocab_size: int, eos_ids: frozenset[int]) -> GrammarCompiler:
+    return GrammarCompiler(letters(vocab_size, eos_ids), vocab_size)
+
+
+def production_constraint(
+    params: SamplingParams, vocab_size: int, eos_ids: frozenset[int]
+) -> Constraint | None:
+    """The program's own matcher."""
+    if params.grammar is None:
+        return None
+    compiler = _compiler(vocab_size, eos_ids)
+    return compiler.constraint(params.grammar, ignores_eos=params.ignore_eos)
+
+
+def expected_logprobs(
+    logits: Sequence[float], token: int, num_top: int
+) -> tuple[int, float, list[tuple[int, float]]]:
+    """By the book: the logarithm of the softmax, and the likeliest by probability, then id."""
+    total = math.fsum(math.exp(logit) for logit in logits)
+    logprob = [logit - math.log(total) for logit in logits]
+    order = sorted(range(len(logits)), key=lambda other: (-logits[other], other))
+    return token, logprob[token], [(other, logprob[other]) for other in order[:num_top]]
 
 
 def powers_of_two(logits: Sequence[float | Fraction]) -> Weights:
@@ -198,8 +250,10 @@ class ExactSampler:
     def pick(
         self, logits: Sequence[float], token_ids: Sequence[int], tree: DraftTree, node: int
     ) -> int:
-        """The winner at a node, given its own prefix."""
+        """The winner at a node, given its own prefix; -1 where a grammar allows nothing."""
         weights = self.weights(logits, token_ids, tree, node)
+        if not any(weights):
+            return -1
         return self.world.winner(self.key(len(token_ids), tree.depth[node]), weights)
 
     def key(self, num_tokens: int, depth: int) -> tuple[int | None, ...]:
@@ -250,6 +304,7 @@ class Setup:
     """All that a run depends on besides the noise; each part can be replaced by a wrong one.
 
     One request per entry of ``choices``, with the same prompt and seed, decoded as one batch.
+    ``predicted`` gathers what became of ``prediction``, over all runs.
     """
 
     target: ToyTarget
@@ -261,6 +316,9 @@ class Setup:
     cache: type[ToyCache] = ToyCache
     request: type[ToyRequest] = ToyRequest
     walk: Callable[[DraftTree, Sequence[int]], Verdict] | None = None
+    constraint: Callable[..., Constraint | None] = production_constraint
+    prediction: tuple[int, ...] = ()
+    predicted: list[PredictionStats] = field(default_factory=list, compare=False)
 
     def run(self, world: World | None = None) -> tuple[Answer, ...]:
         """Decode with the exact sampler over ``world``'s noise, or with the production sampler."""
@@ -271,7 +329,28 @@ class Setup:
             while running := [r for r in requests if r.finish_reason is None]:
                 budget = Budget(None, max_rows=1024)
                 step.speculative_step(running, target, cache, self.drafter, budget)
+        for request in requests:
+            self._check_logprobs(request)
+            if request.prediction is not None:
+                self.predicted.append(request.prediction.stats)
         return tuple(_answer(request) for request in requests)
+
+    def _check_logprobs(self, request: Request) -> None:
+        """Those of each token are the raw ones after its own prefix, and there are no others."""
+        num_top = self.params.logprobs
+        if num_top is None:
+            assert not request.output.logprobs
+            return
+        token_ids = request.output.token_ids
+        assert len(token_ids) == len(request.output.logprobs)
+        for place, found in enumerate(request.output.logprobs):
+            logits = self.target.logits([*PROMPT, *token_ids[:place]])
+            token, logprob, top = expected_logprobs(logits, token_ids[place], num_top)
+            assert token == found.token_id
+            assert abs(logprob - found.logprob) < 1e-6
+            assert [other for other, _ in top] == [other for other, _ in found.top]
+            for (_, one), (_, other) in zip(top, found.top, strict=True):
+                assert abs(one - other) < 1e-6
 
     def run_one(self, choice: int) -> Answer:
         """One answer decoded alone, with the production sampler."""
@@ -289,6 +368,8 @@ class Setup:
             vocab_size=self.target.vocab_size,
             max_model_len=1000,
             speculates=self.drafter is not None,
+            prediction_ids=self.prediction,
+            constraint=self.constraint(params, self.target.vocab_size, self.eos_ids),
         )
         request.target = self.target
         if world is not None:
@@ -339,6 +420,11 @@ class Setup:
         cuts = [len(text) - len(stop) for stop in params.stop if text.endswith(stop)]
         if cuts and len(output) >= params.min_tokens:
             return output, text[: min(cuts)], FinishReason.STOP
+        may_follow = allowed_tokens(
+            output, replace(params, ignore_eos=False), self.target.vocab_size, self.eos_ids
+        )
+        if params.grammar is not None and may_follow <= self.eos_ids:
+            return output, text, FinishReason.STOP
         if len(output) == params.max_tokens:
             return output, text, FinishReason.LENGTH
         return None
@@ -363,6 +449,10 @@ def check_law(setup: Setup) -> Tally:
     if setup.drafter is not None:
         setup = replace(setup, drafter=replace(setup.drafter, tally=tally))
     emitted, plain = enumerate_law(setup.run), setup.plain_law()
+    for stats in setup.predicted:
+        tally.drafted += stats.accepted + stats.rejected
+        tally.accepted += stats.accepted
+        tally.rejected += stats.rejected
     if emitted != plain:
         raise LawDiffersError(distance(emitted, plain))
     return tally

@@ -24,7 +24,7 @@ from outrider.models.heads.eagle3 import Eagle3Head
 from outrider.models.heads.medusa import MedusaHeads
 from outrider.models.heads.mtp import MtpHead
 from outrider.models.layers import Segment
-from outrider.scheduler import Request
+from outrider.request import Request
 from tests.draft_modules import random_drafter, random_source
 from tests.engines import new_engine, submit
 from tests.models import random_decoder, random_weights, tiny_config

@@ -22,7 +22,7 @@ from outrider.models.loading import LoadedCheckpoint, load
 from outrider.models.loading.cache import cache_root
 from outrider.models.loading.hub import DEFAULT_MODEL, resolve
 from outrider.models.machine import ResultCache, preferred_dtype
-from outrider.scheduler import Request
+from outrider.request import Request
 from outrider.training.simulate import Recording, captured_states, simulate
 from outrider.training.states import states_of
 from outrider.types import FinishReason, SpeculationStats

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.config import Method, SamplingParams, SpeculationConfig
+from outrider.counters import EngineStats
 from outrider.drafters import create_drafter
 from outrider.drafters.autoregressive import AutoregressiveDrafter, drafted_slots
 from outrider.drafters.draft_model import DraftModel
@@ -128,6 +129,7 @@ class Checked:
         self.listener = Listener(self.drafter.module)
         self.drafter.module = self.listener  # type: ignore[assignment]
         self.admit, self.prefill = self.drafter.admit, self.drafter.prefill
+        self.adopt = self.drafter.adopt
         self.observe, self.release = self.drafter.observe, self.drafter.release
         self.captures = self.drafter.captures
 
@@ -197,6 +199,77 @@ def test_a_request_that_pauses_drafting_misses_nothing(target: Decoder, method: 
     assert_speculated(stats, accepted=True, rejected=True)
     assert checked.num_checks > 20
     assert checked.worst < 1e-5
+
+
+def run_conversations(checked: Checked, **config: Any) -> tuple[SpeculationStats, EngineStats]:
+    """Three texts, then requests that go on from them, branch off, or begin like one that runs."""
+    engine = new_engine(
+        checked.target,
+        checked,
+        max_batch_size=5,
+        max_model_len=MAX_LEN,
+        prefill_chunk=7,
+        prefix_cache=True,
+        **config,
+    )
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=30, logit_bias=FEW_TOKENS)
+    prompts = [[(7 * place + length) % 331 for place in range(length)] for length in (30, 20, 41)]
+    requests = [submit(engine, prompt, params) for prompt in prompts]
+    while engine.has_work:
+        engine.step()
+    first, second, third = requests
+    requests.append(submit(engine, [*first.token_ids, 3, 1, 4], params))
+    engine.step()
+    engine.step()
+    engine.step()
+    requests += [
+        submit(engine, first.token_ids[:40], params),
+        submit(engine, [*second.token_ids[:24], 9], params),
+        submit(engine, [*third.token_ids, *range(20)], params),
+        submit(engine, third.token_ids[:41], params),
+    ]
+    while engine.has_work:
+        engine.step()
+    stats = SpeculationStats()
+    for request in requests:
+        stats.add(request.stats)
+    return stats, engine.stats()
+
+
+@pytest.mark.parametrize("use_tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_adopted_from_other_requests_are_true_rows_too(
+    target: Decoder, method: Method, use_tree: bool
+) -> None:
+    checked = Checked(drafter_of(method, target, use_tree, batch=5), target)
+    stats, totals = run_conversations(checked, max_slots=100)
+
+    assert_speculated(stats, accepted=True, rejected=True)
+    assert totals.prefix_hits >= 4
+    assert totals.preemptions > 0
+    assert checked.num_checks > 60
+    assert checked.worst < 1e-5
+
+
+class AdoptsARowTooMany(AutoregressiveDrafter):
+    """Wrong: takes the last shared position's row too, which is made of the source's next token."""
+
+    def adopt(self, request, source_id, num_tokens, *, takes_over) -> int:
+        shift = self.module.token_shift
+        known = super().adopt(request, source_id, num_tokens + shift, takes_over=takes_over)
+        return min(known, num_tokens)
+
+
+@pytest.mark.parametrize("method", [Method.EAGLE3, Method.MTP])
+def test_a_row_of_another_requests_token_is_noticed(target: Decoder, method: Method) -> None:
+    drafter = drafter_of(method, target, use_tree=False, batch=5)
+    drafter.__class__ = AdoptsARowTooMany
+    checked = Checked(drafter, target)
+    try:
+        run_conversations(checked)
+    except AssertionError:
+        return  # states and rows do not add up
+    assert checked.worst > 1e-3
 
 
 class KeepsDraftedRows(AutoregressiveDrafter):

@@ -11,6 +11,8 @@ from outrider.config import (
     MAX_SEED,
     Accept,
     EngineConfig,
+    GrammarKind,
+    GrammarSpec,
     Method,
     SamplingParams,
     SpeculationConfig,
@@ -33,6 +35,8 @@ SAMPLING_WHOLE = {
     "choice": (0, INT_MAX),
     "max_tokens": (1, INT_MAX),
     "min_tokens": (0, 256),  # up to max_tokens
+    "logprobs": (0, 20),
+    "max_draft_tokens": (0, INT_MAX),
 }
 ENGINE_WHOLE = {
     "max_batch_size": (1, 1024),
@@ -191,6 +195,19 @@ def test_stop_token_ids_are_a_list_of_ids(value: Any):
 )
 def test_logit_bias_maps_ids_to_numbers_within_100(value: Any):
     assert refusal(SamplingParams, logit_bias=value).startswith("logit_bias")
+
+
+@pytest.mark.parametrize("value", ["[01]", {"type": "object"}, True, ("regex", "a")])
+def test_a_grammar_is_a_spec_or_none(value: Any):
+    assert "is not a GrammarSpec; give one, or None" in refusal(SamplingParams, grammar=value)
+
+
+def test_a_grammar_s_kind_may_be_given_by_name():
+    spec = GrammarSpec("regex", "a")  # type: ignore[arg-type]
+
+    assert GrammarKind.REGEX is spec.kind
+    assert spec == setting(SamplingParams, "grammar", spec)
+    assert {spec: 1} == {GrammarSpec(GrammarKind.REGEX, "a"): 1}
 
 
 def test_logit_bias_is_copied_and_cannot_be_changed_afterwards():

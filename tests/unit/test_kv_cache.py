@@ -30,6 +30,7 @@ class CacheMachine(RuleBasedStateMachine):
         super().__init__()
         self.cache = new_cache()
         self.expected: dict[int, list[float]] = {}
+        self.left: dict[int, list[float]] = {}  # what freed rows still hold
         self.next_value = 1.0
 
     def room(self, row: int) -> int:
@@ -43,6 +44,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert row not in self.expected
         assert row == min(set(range(ROWS)) - set(self.expected))
         self.expected[row] = []
+        self.left.pop(row, None)
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
@@ -88,8 +90,39 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), scrub=st.booleans())
     def free(self, data: st.DataObject, scrub: bool) -> None:
         row = data.draw(st.sampled_from(sorted(self.expected)))
-        del self.expected[row]
+        values = self.expected.pop(row)
         self.cache.free(row, scrub=scrub)
+        self.left[row] = [] if scrub else values
+
+    @precondition(lambda self: self.cache.num_free_rows > 0)
+    @rule(data=st.data())
+    def take_over(self, data: st.DataObject) -> None:
+        """A freed row is taken with a beginning of what it holds."""
+        row = data.draw(st.sampled_from(self.cache.free_rows))
+        count = data.draw(st.integers(0, len(self.left.get(row, []))))
+
+        assert row == self.cache.allocate(row, committed=count)
+        self.expected[row] = self.left.pop(row, [])[:count]
+
+    @precondition(lambda self: self.expected and self.cache.num_free_rows > 0)
+    @rule(data=st.data())
+    def copy(self, data: st.DataObject) -> None:
+        """A new row starts on a beginning of what a running or a freed one holds."""
+        row = self.cache.allocate()
+        self.left.pop(row, None)
+        source = data.draw(st.sampled_from(sorted({*self.expected, *self.left})))
+        values = self.expected.get(source, self.left.get(source, []))
+        count = data.draw(st.integers(0, len(values)))
+        self.cache.copy_prefix(source, row, count)
+        self.expected[row] = values[:count]
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def roll_back(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(sorted(self.expected)))
+        count = data.draw(st.integers(0, len(self.expected[row])))
+        self.cache.rollback(row, count)
+        del self.expected[row][count:]
 
     @invariant()
     def committed_tokens_are_intact(self) -> None:

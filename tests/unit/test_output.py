@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import assume, example, given
@@ -10,7 +11,7 @@ from tokenizers import decoders
 
 from outrider.config import SamplingParams
 from outrider.output import OutputStream, TextDecoder
-from outrider.types import FinishReason
+from outrider.types import FinishReason, TokenLogprobs
 
 EOS = 0  # in every vocabulary below; EOS and PAD are special tokens
 PAD = 1
@@ -209,6 +210,56 @@ def test_a_stop_string_may_overlap_one_that_came_too_early():
 
     assert FinishReason.STOP == run(stream, ids)
     assert "a" == stream.text
+
+
+class CompleteAfter:
+    """A grammar whose texts are so many tokens long."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+
+    def is_complete(self, output_ids: Sequence[int]) -> bool:
+        return len(output_ids) == self.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("params", "max_output", "text", "reason"),
+    [
+        ({}, 9, "abc", FinishReason.STOP),
+        ({}, 3, "abc", FinishReason.STOP),  # at the same token as the length
+        ({}, 2, "ab", FinishReason.LENGTH),
+        ({"stop": ("bc",)}, 9, "a", FinishReason.STOP),  # at the same token as a stop string
+        ({"stop": ("b",)}, 9, "a", FinishReason.STOP),
+        ({"stop": ("cd",)}, 9, "abc", FinishReason.STOP),  # what was held back for it is flushed
+        ({"stop_token_ids": (4,)}, 9, "ab", FinishReason.STOP),
+        ({"min_tokens": 5, "max_tokens": 9}, 9, "abc", FinishReason.STOP),
+    ],
+)
+def test_a_complete_grammar_ends_the_text_behind_ids_and_strings_and_before_the_length(
+    params: dict[str, Any], max_output: int, text: str, reason: FinishReason
+):
+    stream = OutputStream(
+        ByteDecoder([b"a", b"b", b"c", b"d"]),
+        SamplingParams(**params),
+        frozenset({EOS}),
+        max_output,
+        CompleteAfter(3),
+    )
+
+    assert reason == run(stream, [2, 3, 4, 5])
+    assert text == stream.text
+    assert text == stream.take_text()
+
+
+def test_logprobs_go_with_their_tokens():
+    stream, ids = stream_of("one END two", SamplingParams(stop=("END",)), size=2)
+    logprobs = [TokenLogprobs(token, -0.5 * token) for token in ids]
+    for token, entry in zip(ids, logprobs, strict=True):
+        if stream.push(token, entry):
+            break
+
+    assert len(ids) > len(stream.token_ids)
+    assert logprobs[: len(stream.token_ids)] == stream.logprobs
 
 
 def test_no_token_may_follow_the_end():

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from outrider.config import SpeculationConfig
-from outrider.drafters.base import DraftRequest
+from outrider.drafters.base import DraftRequest, Identified
 from outrider.drafters.growth import Experience, Growth, Shape
 from outrider.kv_cache import KVCache
 from outrider.models.heads.base import DraftOutput
@@ -144,6 +144,32 @@ class AutoregressiveDrafter:
         """Take a row of the module's cache."""
         self._states[request.request_id] = _State(self._cache.allocate())
 
+    def adopt(
+        self, request: DraftRequest, source_id: int, num_tokens: int, *, takes_over: bool
+    ) -> int:
+        """Start on another request's true rows: its cache row itself, or a copy of their part.
+
+        A head's row t is made of token t + 1 too, so the row of the last shared position is another
+        one. Its state is at hand only while it waits to be taken in.
+        """
+        source = self._states.get(source_id)
+        if source is None:
+            self.admit(request)
+            return 0
+        num_known = self._cache.committed(source.row)
+        num_rows = min(num_known, num_tokens - self.module.token_shift)
+        num_states = max(0, num_tokens - num_known)
+        waiting = [torch.cat(source.waiting)[:num_states]] if source.waiting and num_states else []
+        if takes_over:
+            del self._states[source_id]
+            self._cache.rollback(source.row, num_rows)
+            state = _State(source.row, waiting)
+        else:
+            state = _State(self._cache.allocate(), waiting)
+            self._cache.copy_prefix(source.row, state.row, num_rows)
+        self._states[request.request_id] = state
+        return num_rows + state.num_waiting if self.captures else num_tokens
+
     def prefill(self, request: DraftRequest, num_committed: int, hidden_TC: Tensor | None) -> None:
         """Take in the prompt's rows at once, so that the first step does not wait for them."""
         state = self._states[request.request_id]
@@ -200,7 +226,7 @@ class AutoregressiveDrafter:
             if hidden_TC is not None:
                 state.waiting.append(hidden_TC)
 
-    def release(self, request: DraftRequest) -> None:
+    def release(self, request: Identified) -> None:
         """Give the cache row back, scrubbed: states of a target that failed are not finite."""
         state = self._states.pop(request.request_id, None)
         if state is not None:

@@ -4,7 +4,8 @@ A drafter only guesses: whatever it proposes, the emitted tokens are the target'
 request's tokens and, through ``sampler``, the same noise and filters as the target, and hands
 over one :class:`~outrider.tree.DraftTree` per request.
 
-Sits below ``step``. The engine calls ``admit``, then ``prefill`` after each pass over the prompt (a
+Sits below ``step``. The engine calls ``admit``, or ``adopt`` where another request began with the
+same tokens, then ``prefill`` after each pass over the prompt (a
 short prompt has none: its tokens come with the first step), ``step`` calls ``propose`` and
 ``observe`` once per verify step, the engine ``release`` at the end::
 
@@ -29,13 +30,17 @@ from outrider.tree import DraftTree
 from outrider.types import Verdict
 
 
-class DraftRequest(Protocol):
-    """What a drafter sees of a request; ``token_ids`` is prompt plus emitted tokens, growing."""
+class Identified(Protocol):
+    """All that a drafter needs in order to forget a request."""
 
     @property
     def request_id(self) -> int:
         """Unique among the engine's requests."""
         ...
+
+
+class DraftRequest(Identified, Protocol):
+    """What a drafter sees of a request; ``token_ids`` is prompt plus emitted tokens, growing."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -70,6 +75,18 @@ class Drafter(Protocol):
         """Make room for a request that is about to run."""
         ...
 
+    def adopt(
+        self, request: DraftRequest, source_id: int, num_tokens: int, *, takes_over: bool
+    ) -> int:
+        """Admit a request that begins with ``num_tokens`` tokens of another one.
+
+        The source is running, or has ended and was not released yet; with ``takes_over`` it is
+        forgotten, and what was kept for it goes to the new request. Returns for how many of those
+        positions, from the first, the target's states need not be handed over again: 0 where the
+        source is unknown. The engine computes the target from there on.
+        """
+        ...
+
     def prefill(self, request: DraftRequest, num_committed: int, hidden_TC: Tensor | None) -> None:
         """Take in the states of prompt positions that a pass committed.
 
@@ -102,6 +119,6 @@ class Drafter(Protocol):
         """
         ...
 
-    def release(self, request: DraftRequest) -> None:
-        """Forget a request that ended, at whatever stage."""
+    def release(self, request: Identified) -> None:
+        """Forget a request that ended, at whatever stage; one that is unknown is fine."""
         ...

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from outrider.drafters.base import Drafter, DraftRequest
+from outrider.drafters.base import Drafter, DraftRequest, Identified
 from outrider.drafters.ngram import NgramDrafter
 from outrider.tree import DraftTree
 from outrider.types import Verdict
@@ -38,6 +38,13 @@ class CombinedDrafter:
         """Both take the request in."""
         self.head.admit(request)
         self._ngram.admit(request)
+
+    def adopt(
+        self, request: DraftRequest, source_id: int, num_tokens: int, *, takes_over: bool
+    ) -> int:
+        """What the head knows counts; n-gram only reads tokens."""
+        self._ngram.adopt(request, source_id, num_tokens, takes_over=takes_over)
+        return self.head.adopt(request, source_id, num_tokens, takes_over=takes_over)
 
     def prefill(self, request: DraftRequest, num_committed: int, hidden_TC: Tensor | None) -> None:
         """Hand the states to the head."""
@@ -67,7 +74,7 @@ class CombinedDrafter:
         self.head.observe(requests, trees, verdicts, hidden)
         self._ngram.observe(requests, trees, verdicts, hidden)
 
-    def release(self, request: DraftRequest) -> None:
+    def release(self, request: Identified) -> None:
         """Both forget the request."""
         self.head.release(request)
         self._ngram.release(request)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.config import SpeculationConfig
-from outrider.drafters.base import DraftRequest
+from outrider.drafters.base import DraftRequest, Identified
 from outrider.drafters.growth import Experience, Growth, Shape
 from outrider.models.heads.medusa import MedusaHeads
 from outrider.tree import DraftTree
@@ -41,6 +41,19 @@ class MedusaDrafter:
 
     def admit(self, request: DraftRequest) -> None:
         """Nothing to prepare: the heads keep no cache."""
+
+    def adopt(
+        self,
+        request: DraftRequest,  # noqa: ARG002 - nothing is kept per prompt
+        source_id: int,
+        num_tokens: int,
+        *,
+        takes_over: bool,
+    ) -> int:
+        """Nothing is missed: the first step brings the state that counts."""
+        if takes_over:
+            self._forget(source_id)
+        return num_tokens
 
     def prefill(self, request: DraftRequest, num_committed: int, hidden_TC: Tensor | None) -> None:
         """Nothing to learn: the first step brings the state that counts."""
@@ -89,10 +102,13 @@ class MedusaDrafter:
             assert hidden_TD is not None
             self._state_of[request.request_id] = hidden_TD[-1]
 
-    def release(self, request: DraftRequest) -> None:
+    def release(self, request: Identified) -> None:
         """Forget the request's state."""
-        self._state_of.pop(request.request_id, None)
-        self._growths.pop(request.request_id, None)
+        self._forget(request.request_id)
+
+    def _forget(self, request_id: int) -> None:
+        self._state_of.pop(request_id, None)
+        self._growths.pop(request_id, None)
 
 
 def grow(growth: Growth, logits_by_depth: Sequence[Row]) -> None:

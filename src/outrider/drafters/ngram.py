@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from outrider.config import SpeculationConfig
-    from outrider.drafters.base import DraftRequest
+    from outrider.drafters.base import DraftRequest, Identified
     from outrider.types import Verdict
 
 _MIN_WIDTH = 3  # candidates to weigh at a node, even where only one is drafted
@@ -110,6 +110,15 @@ class NgramDrafter:
         """Index the prompt."""
         self._state_of(request)
 
+    def adopt(
+        self, request: DraftRequest, source_id: int, num_tokens: int, *, takes_over: bool
+    ) -> int:
+        """Index the prompt afresh: an index goes on with its own text alone."""
+        if takes_over:
+            self._requests.pop(source_id, None)
+        self.admit(request)
+        return num_tokens
+
     def prefill(self, request: DraftRequest, num_committed: int, hidden_TC: Tensor | None) -> None:
         """Nothing to learn: the whole prompt is known from the start."""
 
@@ -143,7 +152,7 @@ class NgramDrafter:
                 self._learn(state.plan, verdict.tokens)
                 state.plan = []
 
-    def release(self, request: DraftRequest) -> None:
+    def release(self, request: Identified) -> None:
         """Drop the request's index; unknown requests are fine."""
         self._requests.pop(request.request_id, None)
 

@@ -88,7 +88,7 @@ def plan_memory(
     head = sizes.pop("lm_head.weight", embedding)
     num_slots = max_model_len + max_draft_tokens
     step_rows = max_batch_size * (FIRST_STEP_TOKENS + 1 + max_draft_tokens)
-    rows = max(step_rows, min(prefill_chunk, max_model_len))
+    rows = max(step_rows, min(prefill_chunk, max_batch_size * max_model_len))
     logits_bytes = max_batch_size * (1 + max_draft_tokens) * config.vocab_size * 8
     num_masks = 2 if config.sliding_layers else 1
     attention_bytes = num_masks * rows * num_slots * 8 + 2 * max_batch_size * num_slots * (

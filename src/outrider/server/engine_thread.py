@@ -1,0 +1,321 @@
+"""The one thread that touches the engine: takes in requests, steps, hands out what came of it.
+
+Owns the crossing between the event loop and the engine. Coroutines call :meth:`EngineThread.submit`
+and read :class:`~outrider.server.answers.Answers`; they never wait for a step, since whether there
+is room is known on their side::
+
+    event loop                          engine thread
+    submit() ── room? ── inbox ───────> engine.submit, engine.abort
+    Answers.put <── one call per step ─ engine.step, what each request got
+
+A step that raises ends the engine: every open answer gets an error, and the server goes down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+
+from outrider.counters import EngineStats
+from outrider.engine import Engine
+from outrider.errors import OutriderError, OverloadedError
+from outrider.llm import LLM
+from outrider.request import Request
+from outrider.server.answers import Answers
+from outrider.server.errors import ApiError, failed, overloaded, translate, unavailable
+from outrider.server.metrics import Metrics
+from outrider.types import TextChunk
+
+_log = logging.getLogger("outrider.server")
+_POLL_S = 0.02
+
+
+class State(StrEnum):
+    """What the engine is doing for the outside."""
+
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    DEAD = "dead"
+
+
+class EngineThread:
+    """Runs one engine until it is stopped or fails.
+
+    All methods and properties belong to the event loop's thread, except where said otherwise.
+
+    Attributes:
+        state: changes once, away from READY.
+        on_death: called on the loop once, when a step has raised.
+        metrics: told of every step and of every request that ends.
+
+    Args:
+        llm: the loaded model.
+        model_name: labels the metrics.
+        max_buffered_bytes: what is kept for one client that reads too slowly.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        *,
+        model_name: str,
+        max_buffered_bytes: int,
+    ) -> None:
+        self.state = State.READY
+        self.on_death: Callable[[], None] = _nothing
+        self.metrics = Metrics(model_name, lambda: self._stats)
+        self._llm = llm
+        self._engine: Engine = llm.engine
+        self._max_batch_size = llm.engine_config.max_batch_size
+        self._limits = llm.engine_config.admission
+        self._max_buffered_bytes = max_buffered_bytes
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._open: set[Answers] = set()  # the loop's view: not yet told to have ended
+        self._running: dict[Request, _Progress] = {}  # the thread's view: not yet ended
+        self._lock = threading.Lock()
+        self._inbox: list[Callable[[], None]] = []  # guarded by the lock, as are the next two
+        self._waiting: set[Request] = set()
+        self._is_stopping = False
+        self._has_mail = threading.Event()
+        self._stats = self._engine.stats()
+        self._step_started_s: float | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's own counts after its last step."""
+        return self._stats
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return sum(answers.num_open for answers in self._open)
+
+    def stalled_s(self) -> float:
+        """How long the step in progress has been running; 0 between steps."""
+        started = self._step_started_s
+        return 0.0 if started is None else time.monotonic() - started
+
+    def start(self) -> None:
+        """Begin to step; from within a running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def submit(self, requests: Sequence[Request], *, streams: bool) -> Answers:
+        """Queue all of these requests, or none.
+
+        Raises:
+            ApiError: 429 when the queue is full, 503 when the server is going down.
+        """
+        self.check_room(len(requests), sum(request.prompt_len for request in requests))
+        answers = Answers(
+            requests,
+            streams=streams,
+            max_buffered_bytes=self._max_buffered_bytes,
+            on_abort=self._abort,
+        )
+        self._open.add(answers)
+        with self._lock:
+            self._waiting.update(requests)
+        self._post(lambda: self._take_in(answers))
+        return answers
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for the open ones; False when some had to be aborted."""
+        if self.state is State.READY:
+            self.state = State.DRAINING
+        deadline = time.monotonic() + timeout_s
+        while self._open and time.monotonic() < deadline and self.state is State.DRAINING:
+            await asyncio.sleep(_POLL_S)
+        is_clean = not self._open
+        self.abort_all()
+        return is_clean
+
+    def abort_all(self) -> None:
+        """End every open request with an error, now."""
+        if self.state is State.READY:
+            self.state = State.DRAINING
+        for answers in list(self._open):
+            answers.abort("shutdown", unavailable("the server is shutting down", code="shutdown"))
+
+    async def stop(self) -> None:
+        """End the thread, whatever it is doing; waits for the step in progress."""
+        self.abort_all()
+        if self.state is not State.DEAD:
+            self.state = State.STOPPED
+        with self._lock:
+            self._is_stopping = True
+        self._has_mail.set()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+
+    def _check_ready(self) -> None:
+        if self.state is State.DEAD:
+            raise failed("the engine has failed; the server is going down", code="engine_dead")
+        if self.state is not State.READY:
+            raise unavailable("the server is shutting down", code="shutdown")
+
+    def check_room(self, num_requests: int, num_tokens: int = 0) -> None:
+        """Refuse what the engine would refuse, on what is known without waiting for its step.
+
+        Raises:
+            ApiError: as :meth:`submit`.
+        """
+        self._check_ready()
+        num_after = self.num_open + num_requests
+        max_waiting, max_tokens = self._limits.max_waiting, self._limits.max_waiting_tokens
+        if num_after <= self._max_batch_size:
+            return
+        if max_waiting is not None and num_after > self._max_batch_size + max_waiting:
+            self.metrics.refused("requests")
+            raise overloaded(
+                f"{self.num_open} requests are running or waiting and {num_requests} more do not "
+                f"fit: {self._max_batch_size} run and {max_waiting} may wait; try again later"
+            )
+        with self._lock:
+            num_tokens += sum(request.prompt_len for request in self._waiting)
+        if max_tokens is not None and num_tokens > max_tokens:
+            self.metrics.refused("tokens")
+            raise overloaded(
+                f"{num_tokens} prompt tokens would wait and {max_tokens} may; try again later"
+            )
+
+    def _abort(self, answers: Answers) -> None:
+        self.metrics.aborted(answers.abort_reason or "unknown")
+        self._post(lambda: self._take_out(answers))
+
+    def _post(self, command: Callable[[], None]) -> None:
+        """Have the engine thread run ``command`` before its next step."""
+        with self._lock:
+            self._inbox.append(command)
+        self._has_mail.set()
+
+    def _deliver(self, news: Sequence[tuple[Answers, int, TextChunk]]) -> None:
+        """(On the loop.) Hand over what a step brought."""
+        for answers, index, chunk in news:
+            answers.put(index, chunk)
+            if answers.num_open == 0:
+                self._open.discard(answers)
+
+    def _fail(self, answers: Answers, error: ApiError) -> None:
+        """(On the loop.) End one client's answers with an error."""
+        answers.fail(error)
+        answers.num_open = 0
+        self._open.discard(answers)
+
+    # --- from here on, the engine thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._has_mail.clear()
+                self._read_inbox()
+                if self._engine.has_work:
+                    self._step()
+                else:
+                    self._stats = self._engine.stats()
+                    self._has_mail.wait()
+        except BaseException:  # whatever it was, nobody may hang
+            _log.exception("the engine has failed")
+            self._call(self._die)
+        finally:
+            for request in list(self._running):
+                self._engine.abort(request)
+            self._stats = self._engine.stats()
+
+    def _step(self) -> None:
+        self._step_started_s = time.monotonic()
+        try:
+            _, record = self._engine.step()
+        finally:
+            self._step_started_s = None
+        news = self._news()
+        self._stats = self._engine.stats()
+        if record is not None:
+            self.metrics.stepped(record)
+        if news:
+            self._call(lambda: self._deliver(news))
+
+    def _news(self) -> list[tuple[Answers, int, TextChunk]]:
+        """What every request got since it was last looked at."""
+        news = []
+        for request, progress in list(self._running.items()):
+            has_ended = request.finish_reason is not None
+            is_wanted = progress.answers.streams and request.num_output > progress.num_taken
+            if has_ended or is_wanted:
+                chunk = self._llm.take(request, progress.num_taken)
+                progress.num_taken += len(chunk.token_ids)
+                news.append((progress.answers, progress.index, chunk))
+                if chunk.completion is not None:
+                    self.metrics.ended(chunk.completion)
+                    del self._running[request]
+        with self._lock:
+            self._waiting = {
+                request
+                for request in self._waiting
+                if request.cache_row is None and request.finish_reason is None
+            }
+        return news
+
+    def _read_inbox(self) -> None:
+        with self._lock:
+            commands, self._inbox = self._inbox, []
+        for command in commands:
+            command()
+
+    def _take_in(self, answers: Answers) -> None:
+        """Submit one client's requests; if the engine has no room after all, none of them."""
+        try:
+            self._engine.submit_all(answers.requests)
+        except OutriderError as problem:
+            with self._lock:
+                self._waiting.difference_update(answers.requests)
+            is_full = isinstance(problem, OverloadedError)
+            error = overloaded(str(problem)) if is_full else translate(problem)
+            self._call(lambda: self._fail(answers, error))
+            return
+        for index, request in enumerate(answers.requests):
+            self._running[request] = _Progress(answers, index)
+
+    def _take_out(self, answers: Answers) -> None:
+        """Abort what one client left behind."""
+        for request in answers.requests:
+            self._engine.abort(request)
+            self._running.pop(request, None)
+        with self._lock:
+            self._waiting.difference_update(answers.requests)
+        self._stats = self._engine.stats()
+        self._call(lambda: self._fail(answers, failed("the request was aborted", code="aborted")))
+
+    def _call(self, action: Callable[[], None]) -> None:
+        """Have the loop run ``action``; a loop that is gone needs nothing any more."""
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(action)
+        except RuntimeError:
+            _log.debug("the event loop has closed before the engine")
+
+    def _die(self) -> None:
+        """(On the loop.) Tell everybody; what the problem was is in the log, not in the answer."""
+        self.state = State.DEAD
+        for answers in list(self._open):
+            self._fail(answers, failed("the engine has failed", code="engine_dead"))
+        self.on_death()
+
+
+class _Progress:
+    """How far one request's tokens were handed out."""
+
+    def __init__(self, answers: Answers, index: int) -> None:
+        self.answers = answers
+        self.index = index
+        self.num_taken = 0
+
+
+def _nothing() -> None:
+    """Nobody asked to be told."""
