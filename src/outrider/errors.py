@@ -13,6 +13,8 @@
         │   └── UnsupportedModelError       a sound checkpoint of an architecture we do not have
         ├── DownloadError                   a pull that did not finish or did not match its hash
         ├── CapacityError                   memory or disk is too small
+        ├── EndpointError                   a server under test that cannot be measured
+        ├── RecordError                     a run folder that is missing, torn or of another schema
         └── TrainingError                   a loss that is no number any more, or too little data
 
 User mistakes raise one of these and say the value, what is allowed and what to do.
@@ -25,10 +27,12 @@ __all__ = [
     "CapacityError",
     "CheckpointError",
     "DownloadError",
+    "EndpointError",
     "FailureError",
     "OutriderError",
     "ParameterError",
     "PromptError",
+    "RecordError",
     "TrainingError",
     "UnknownModelError",
     "UnsafeFileError",
@@ -83,6 +87,14 @@ class DownloadError(FailureError):
 
 class CapacityError(FailureError):
     """What was asked for does not fit in memory."""
+
+
+class EndpointError(FailureError):
+    """A server is down, silent, speaks no OpenAI API, or serves another model than asked."""
+
+
+class RecordError(FailureError):
+    """A run folder is missing, incomplete, or written by another version of the records."""
 
 
 class TrainingError(FailureError):
