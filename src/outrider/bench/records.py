@@ -146,8 +146,9 @@ class RequestRecord:
     """One request from the moment it should have been sent to its last byte.
 
     ``scheduled_s`` is when the load wanted it sent, and what latencies count from; ``sent_s`` is
-    when its bytes left. ``block`` and ``position`` name its :class:`BlockRecord`. Chunks hold text
-    only: role announcements and usage are none. ``error`` is a sentence, None for a sound answer.
+    when its bytes left. ``block`` and ``position`` name its :class:`BlockRecord`. A chunk holds
+    text, or counted tokens without text (an end-of-sequence token); role announcements and closing
+    usage are no chunks. ``error`` is a sentence, None for a sound answer.
     ``prompt_hash`` is over the messages as sent, ``served_model`` is what the answer named.
     """
 
