@@ -25,7 +25,7 @@ from outrider.bench.records import ClientProof, SamplingRecord
 from outrider.bench.workloads import Question
 from outrider.errors import EndpointError
 
-# An error of a gap does not add up (a chunk seen late shortens the next gap), so rates and TPOT bear
+# Errors of gaps do not add up (a chunk seen late shortens the next gap), so rates and TPOT bear
 # far more than single gaps do; these are the limits of single gaps on a machine that is also busy
 # with the server under test. A quiet machine shows errors below a tenth of them.
 MAX_GAP_ERROR_P50_S = 0.005

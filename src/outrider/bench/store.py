@@ -80,6 +80,10 @@ class RunFolder:
         # No time of day in the file: the same records are the same bytes.
         _write(self.path / RECORDS / name, gzip.compress(lines, mtime=0))
 
+    def last_index(self) -> int:
+        """The highest index there is a file of; -1 without any."""
+        return max((index for index, _ in _turn_files(self.path)), default=-1)
+
     def _foreign(self) -> list[Path]:
         """What is in the folder beside the logs of servers, which come before the run begins."""
         return [path for path in self.path.iterdir() if path.name != SERVERS]
@@ -102,15 +106,13 @@ def read_run(path: Path) -> RunData:
             f"{run_file}: schema version {run.schema_version}, and this version reads "
             f"{SCHEMA_VERSION}; use the outrider that measured it ({run.versions.get('outrider')})"
         )
-    blocks: list[BlockRecord] = []
-    requests: list[RequestRecord] = []
     complete = complete_indices(path, run)
-    for (index, _), file in sorted(_turn_files(path).items()):
-        if index in complete:
-            block, of_block = _read_turn(file)
-            blocks.append(block)
-            requests += of_block
-    return RunData(run, tuple(blocks), tuple(requests))
+    turns = [
+        _read_turn(file) for (index, _), file in _turn_files(path).items() if index in complete
+    ]
+    turns.sort(key=lambda turn: turn[0].started_s)
+    requests = tuple(request for _, of_turn in turns for request in of_turn)
+    return RunData(run, tuple(block for block, _ in turns), requests)
 
 
 def complete_indices(path: Path, run: RunRecord) -> frozenset[int]:
@@ -125,7 +127,7 @@ def complete_indices(path: Path, run: RunRecord) -> frozenset[int]:
     complete = set()
     for index, files in positions.items():
         block, _ = _read_turn(files[0])
-        needed = 2 if block.kind is BlockKind.AA else len(run.arms)
+        needed = {BlockKind.AA: 2, BlockKind.WARMUP: 1}.get(block.kind, len(run.arms))
         if len(files) >= needed:
             complete.add(index)
     return frozenset(complete)
