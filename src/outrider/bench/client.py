@@ -10,6 +10,7 @@ All bytes that one read brings have one time: the moment it returned, before any
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -228,7 +229,10 @@ class Client:
         if isinstance(problem, TimeoutError):
             return f"{url}: silent for {self._idle_s:g} s; the server hangs, or raise --timeout"
         if isinstance(problem, aiohttp.ClientConnectorError):
-            return f"{url}: cannot be reached ({problem.os_error.strerror or problem.os_error})"
+            # asyncio puts its own words into strerror; the number says what the system meant.
+            number = problem.os_error.errno
+            reason = os.strerror(number) if number and number > 0 else str(problem.os_error)
+            return f"{url}: cannot be reached ({reason})"
         if isinstance(problem, aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError):
             return f"{url}: dropped the connection in the middle of an answer"
         return f"{url}: {type(problem).__name__}: {problem}"
