@@ -4,9 +4,8 @@ import sys
 
 import pytest
 
-from outrider.bench.arms import EngineFlags, engine_arms, given_arms
+from outrider.bench.arms import PORT, EngineFlags, engine_arms, given_arms
 from outrider.bench.records import Load, LoadKind
-from outrider.bench.servers import PORT
 from outrider.commands.bench_options import ArmOptions, LoadOptions, WorkloadOptions
 from outrider.commands.options import EngineOptions
 from outrider.errors import ParameterError, UsageError

@@ -16,9 +16,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from outrider.bench.methods import ArmName
-from outrider.bench.servers import PORT
 from outrider.config import METHODS_WITH_HEAD, Method
 from outrider.errors import ParameterError
+
+PORT = "{port}"  # in a command: where the port belongs that the server is to listen on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,10 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from outrider.bench.arms import PORT
 from outrider.bench.client import Client, Endpoint
 from outrider.errors import EndpointError
 
-PORT = "{port}"
 _POLL_S = 0.25
 _STOP_S = 20.0
 _LOG_TAIL_BYTES, _LOG_TAIL_LINES = 4096, 8

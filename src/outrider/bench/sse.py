@@ -163,13 +163,14 @@ class AnswerReader:
             return
         length = found.get("acceptance_length")
         by_position = found.get("accepted_per_position")
-        is_list = isinstance(by_position, list) and all(map(_is_count, by_position))
+        if not isinstance(by_position, list) or not all(map(_is_count, by_position)):
+            by_position = None
         self.speculative = SpeculativeCounts(
             drafted=_count(found, "drafted", "num_draft_tokens"),
             accepted=_count(found, "accepted", "num_accepted_tokens"),
             steps=_count(found, "steps", "num_drafts"),
             acceptance_length=float(length) if isinstance(length, int | float) else None,
-            accepted_per_position=tuple(by_position) if is_list else None,
+            accepted_per_position=None if by_position is None else tuple(by_position),
         )
 
 

@@ -1,25 +1,29 @@
 """The flags of ``outrider bench``: arms, loads, prompts, sampling, and how often.
 
 Owns their names, help and defaults, and their translation into settings of
-:mod:`outrider.bench`. Used by :mod:`outrider.cli`; imports neither torch nor the HTTP client, so
-that a wrong flag is refused at once.
+:mod:`outrider.bench`, which is imported only then: statistics and HTTP take a second to load, and
+every verb imports this module. Used by :mod:`outrider.cli`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Group, Parameter
 
-from outrider.bench.arms import ArmSpec, EngineFlags, engine_arms, given_arms
-from outrider.bench.records import Load, LoadKind, SamplingRecord
-from outrider.bench.workloads import Selection
 from outrider.commands.options import EngineOptions, whole_number
 from outrider.config import METHODS_WITH_HEAD, Method, SamplingParams
 from outrider.errors import ParameterError, UsageError
+
+if TYPE_CHECKING:
+    from outrider.bench.arms import ArmSpec
+    from outrider.bench.records import Load, SamplingRecord
+    from outrider.bench.run import BenchSettings
+    from outrider.bench.workloads import Selection
 
 DEFAULT_METHODS = "off,ngram"
 DEFAULT_CONCURRENCY = "1,4"
@@ -80,6 +84,8 @@ class ArmOptions:
             ParameterError: as :func:`engine_arms` and :func:`given_arms`.
             UsageError: flags for our own engine together with other servers.
         """
+        from outrider.bench.arms import EngineFlags, engine_arms, given_arms
+
         if self.target or self.serve:
             if self.methods is not None or self.head:
                 raise UsageError(
@@ -133,6 +139,8 @@ class LoadOptions:
         Raises:
             ParameterError: a text that is no list of numbers, or a level that cannot be.
         """
+        from outrider.bench.records import Load, LoadKind
+
         closed = self.concurrency
         if closed is None and self.rate is None and self.trace is None:
             closed = DEFAULT_CONCURRENCY
@@ -193,6 +201,8 @@ class WorkloadOptions:
         Raises:
             ParameterError: a bound is out of range.
         """
+        from outrider.bench.workloads import Selection
+
         words = [] if self.categories is None else self.categories.split(",")
         return Selection(
             categories=tuple(word.strip() for word in words),
@@ -208,6 +218,8 @@ class WorkloadOptions:
         Raises:
             ParameterError: a value is out of range.
         """
+        from outrider.bench.records import SamplingRecord
+
         SamplingParams(  # knows the ranges
             temperature=self.temperature,
             top_p=self.top_p,
@@ -240,20 +252,67 @@ class MeasuringOptions:
     requests: Annotated[
         int | None, _whole("Per block and arm. Without it: 4 rounds of every slot, at least 8.")
     ] = None
+    margin: Annotated[
+        float | None,
+        _flag("Least gain worth deploying for, such as 0.05 for 5 %. Without it: 3 %."),
+    ] = None
+    slo_ttft_ms: Annotated[float | None, _flag("Longest time to the first token.")] = None
+    slo_tpot_ms: Annotated[float | None, _flag("Longest time per further token.")] = None
+    slo_latency_ms: Annotated[float | None, _flag("Longest time to the last token.")] = None
     start_timeout: Annotated[float, _flag("Seconds that a server may take to start.")] = 600.0
     timeout: Annotated[float, _flag("Seconds of silence after which a request has failed.")] = 120.0
 
-    def check(self) -> None:
-        """Refuse waiting times that are none.
+    def settings(
+        self,
+        arms: tuple[ArmSpec, ...],
+        loads: tuple[Load, ...],
+        sampling: SamplingRecord,
+        **more: Any,
+    ) -> BenchSettings:
+        """The checked settings of a run; ``more`` are further fields of them.
 
         Raises:
-            ParameterError: names the flag.
+            ParameterError: a value is out of range; names the flag.
         """
+        from outrider.bench.run import BenchSettings
+
         for name in ("start_timeout", "timeout"):
             value = getattr(self, name)
             if not 0.0 < value <= 86_400.0:
-                flag = name.replace("_", "-")
-                raise ParameterError(f"--{flag}: {value:g} is outside (0, 86400] seconds")
+                raise ParameterError(f"--{_dashed(name)}: {value:g} is outside (0, 86400] seconds")
+        return BenchSettings(
+            arms=arms,
+            loads=loads,
+            sampling=sampling,
+            num_blocks=self.blocks,
+            num_aa_blocks=self.aa_blocks,
+            requests=self.requests,
+            start_timeout_s=self.start_timeout,
+            idle_s=self.timeout,
+            judging=self.judging(),
+            **more,
+        )
+
+    def judging(self) -> dict[str, float]:
+        """The thresholds of the verdict as they were given; fixed before measuring.
+
+        Raises:
+            ParameterError: a threshold is out of range.
+        """
+        from outrider.bench.verdict import JudgeSettings
+
+        names = ("margin", "slo_ttft_ms", "slo_tpot_ms", "slo_latency_ms")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        for name, value in given.items():
+            if name != "margin" and not 0.0 < value < math.inf:
+                raise ParameterError(f"--{_dashed(name)}: {value:g} is not a time above 0 ms")
+        if self.margin is not None:
+            JudgeSettings(margin=self.margin)  # knows the range
+        return given
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def _numbers(flag: str, text: str | None, parse: Callable[[str], _Value]) -> list[_Value]:
