@@ -17,7 +17,7 @@ import numpy as np
 
 from outrider.bench.statistics import CONFIDENCE, log_interval, simultaneous_confidence
 
-NUM_DRAWS = 4000
+NUM_DRAWS = 2000
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,13 @@ shown to be faster by more than the tie margin, on the same blocks. Reads the ce
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import fmean
 from typing import Any
 
 from outrider.bench.records import ArmRecord, Load
+from outrider.bench.speedup import Speedup
 from outrider.bench.statistics import RatioInterval, log_interval
 from outrider.bench.verdict import Cell, JudgeSettings, Verdict
 
@@ -41,6 +42,7 @@ def simplicity(arm: ArmRecord) -> tuple[int, str]:
 class Contrast:
     """One method over another at one load, on the same blocks.
 
+    ``is_faster`` and ``is_slower`` are those of the less simple one, the former beyond the margin.
     ``is_matched`` is False when settings other than the tree's differ: then it says nothing about
     trees as such.
     """
@@ -48,28 +50,28 @@ class Contrast:
     load: Load
     other: ArmRecord
     simpler: ArmRecord
-    interval: RatioInterval
+    speedup: Speedup
+    is_faster: bool
+    is_slower: bool
     is_tree_against_linear: bool
     is_matched: bool
-    tie_margin: float
 
     @property
     def winner(self) -> ArmRecord:
         """The simpler one on a tie."""
-        return self.other if is_clearly_faster(self.interval, self.tie_margin) else self.simpler
+        return self.other if self.is_faster else self.simpler
 
     @property
     def is_tie(self) -> bool:
         """Neither is shown to be faster."""
-        return self.winner is self.simpler and not self.interval.is_slower
+        return not (self.is_faster or self.is_slower)
 
     @property
     def text(self) -> str:
-        """For people, with the load."""
-        seen = f"{self.other.name} over {self.simpler.name} at {self.load.text}: {self.interval}"
+        """For people, with load and workload."""
         end = f"a tie, so {self.simpler.name}" if self.is_tie else f"{self.winner.name} wins"
         note = "" if self.is_matched else " (their other settings differ)"
-        return f"{seen}; {end}{note}"
+        return f"{self.speedup}; {end}{note}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a JSON document."""
@@ -77,7 +79,7 @@ class Contrast:
             "load": self.load.name,
             "over": self.simpler.name,
             "arm": self.other.name,
-            **self.interval.to_json(),
+            **self.speedup.to_json(),
             "is_tree_against_linear": self.is_tree_against_linear,
             "is_matched": self.is_matched,
             "winner": self.winner.name,
@@ -99,18 +101,23 @@ def contrasts(cells: Iterable[Cell], settings: JudgeSettings) -> list[Contrast]:
             continue
         simple, other = sorted((left, right), key=lambda cell: simplicity(cell.arm))
         interval = over(other, simple, settings.confidence)
-        if interval is not None:
-            found.append(
-                Contrast(
-                    left.load,
-                    other.arm,
-                    simple.arm,
-                    interval,
-                    is_twins(other.arm, simple.arm),
-                    _is_matched(other.arm, simple.arm),
-                    settings.tie_margin,
-                )
+        if interval is None or other.speedup is None:
+            continue
+        conditions = replace(
+            other.speedup.conditions, baseline=simple.arm.name, num_blocks=interval.num_pairs
+        )
+        found.append(
+            Contrast(
+                left.load,
+                other.arm,
+                simple.arm,
+                Speedup(str(other.metric), conditions, interval),
+                is_faster=is_clearly_faster(interval, settings.tie_margin),
+                is_slower=interval.is_slower,
+                is_tree_against_linear=is_twins(other.arm, simple.arm),
+                is_matched=_is_matched(other.arm, simple.arm),
             )
+        )
     return found
 
 

@@ -7,6 +7,7 @@ hold this. A bare multiplier is a type error here, not a convention.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
@@ -133,10 +134,11 @@ class Speedup:
         Raises:
             TypeError: the caption names not both the workload's hash and the load.
         """
+        wanted = (self.conditions.prompt_hash, self.conditions.load.text)
         missing = [
-            what
-            for what in (self.conditions.prompt_hash, self.conditions.load.text)
-            if what not in caption
+            words  # whole words: "1 user" is not said by "21 users"
+            for words in wanted
+            if not re.search(rf"(?<![\w.]){re.escape(words)}(?!\w)", caption)
         ]
         if missing:
             raise TypeError(f"the caption {caption!r} does not say {' and '.join(missing)}")
