@@ -193,13 +193,15 @@ def test_a_run_never_writes_among_other_peoples_files(tmp_path: Path, is_file: b
         out.mkdir()
         (out / "thesis.tex").write_text("mine")
 
-    with pytest.raises(ParameterError, match="is no run that can be resumed"):
-        RunFolder(out).create(run_record("off", "a"))
+    for use in (RunFolder(out).check, lambda: RunFolder(out).create(run_record("off", "a"))):
+        with pytest.raises(ParameterError, match="is no run that can be resumed"):
+            use()
     assert not (out / "run.json").exists()
 
 
 def test_the_logs_of_servers_may_come_before_the_run(tmp_path: Path):
     folder = RunFolder(tmp_path / "new")
+    folder.check()
     folder.log("off").write_text("starting")
     folder.create(run_record("off", "a"))
 

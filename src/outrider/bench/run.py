@@ -164,6 +164,8 @@ async def run_bench(
     asked = settings.to_json(workload)
     if earlier is not None:
         _refuse_other(out, earlier.run.settings, asked)
+    else:
+        folder.check()
     ended_s = [block.ended_s for block in earlier.blocks] if earlier is not None else []
     clock = RunClock(max(ended_s, default=0.0))
     async with Client(clock, idle_s=settings.idle_s) as client:

@@ -43,11 +43,11 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def create(self, run: RunRecord) -> None:
-        """Start a run here.
+    def check(self) -> None:
+        """Refuse a folder that no run can go into, before anything was spent on measuring.
 
         Raises:
-            ParameterError: the folder holds something else, or cannot be written.
+            ParameterError: it holds something else, or cannot be written.
         """
         if self.path.exists() and (not self.path.is_dir() or any(self._foreign())):
             raise ParameterError(
@@ -55,13 +55,21 @@ class RunFolder:
                 "new folder"
             )
         try:
-            (self.path / RECORDS).mkdir(parents=True, exist_ok=True)
-            (self.path / SERVERS).mkdir(exist_ok=True)
-            _write(self.path / RUN_FILE, to_json(run))
+            for name in (RECORDS, SERVERS):
+                (self.path / name).mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             raise ParameterError(
                 f"--out: {self.path} cannot be written ({problem.strerror}); give another folder"
             ) from None
+
+    def create(self, run: RunRecord) -> None:
+        """Start a run here, in a folder that was checked.
+
+        Raises:
+            ParameterError: as :meth:`check`.
+        """
+        self.check()
+        _write(self.path / RUN_FILE, to_json(run))
 
     def holds_run(self) -> bool:
         """Whether a run was begun here."""
@@ -69,9 +77,7 @@ class RunFolder:
 
     def log(self, arm: str) -> Path:
         """Where a started server's output goes."""
-        folder = self.path / SERVERS
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder / f"{re.sub(r'[^A-Za-z0-9.+_-]', '_', arm)}.log"
+        return self.path / SERVERS / f"{re.sub(r'[^A-Za-z0-9.+_-]', '_', arm)}.log"
 
     def write_turn(self, block: BlockRecord, requests: Sequence[RequestRecord]) -> None:
         """Keep one arm's turn; a file of the same turn from an interrupted attempt is replaced."""
@@ -85,8 +91,11 @@ class RunFolder:
         return max((index for index, _ in _turn_files(self.path)), default=-1)
 
     def _foreign(self) -> list[Path]:
-        """What is in the folder beside the logs of servers, which come before the run begins."""
-        return [path for path in self.path.iterdir() if path.name != SERVERS]
+        """What is in the folder beside the empty ones of a run that never began, and its logs."""
+        records = self.path / RECORDS
+        measured = list(records.iterdir()) if records.is_dir() else []
+        ours = (RECORDS, SERVERS)
+        return [path for path in self.path.iterdir() if path.name not in ours] + measured
 
 
 def read_run(path: Path) -> RunData:

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outrider.bench.blocks import plan_turns
-from outrider.bench.judgement import Judgement, judge
-from outrider.bench.plan import make_plan, write_plan
+from outrider.bench.judgement import judge
 from outrider.bench.records import RequestRecord, RunData
 from outrider.bench.run import BenchSettings, Progress, run_bench
 from outrider.bench.store import RunFolder, complete_indices, read_run
@@ -24,7 +23,8 @@ from outrider.bench.workloads import Workload
 from outrider.commands import console
 from outrider.errors import OutriderError, PromptError
 from outrider.report.console import console_report
-from outrider.report.summary import requests_csv, summary_text, write_text
+from outrider.report.files import write_report
+from outrider.report.summary import summary_text
 
 EXIT_INTERRUPTED = 130
 
@@ -123,36 +123,15 @@ def present(data: RunData, folder: Path, *, json: bool, csv: bool) -> int:
     Raises:
         RecordError: there is not one block to judge by.
         ParameterError: the run's thresholds are out of range.
+        FailureError: the report cannot be written; the verdict is shown by then.
     """
     judgement = judge(data)
-    written = write_report(judgement, folder, csv=csv)
     if json:
         sys.stdout.write(summary_text(judgement))
         sys.stdout.flush()
     else:
         for part in console_report(judgement):
             console.stdout().print(part)
+    written = write_report(judgement, folder, csv=csv)
     console.note(f"written: {', '.join(str(path) for path in written)}")
     return judgement.verdict.exit_status
-
-
-def write_report(judgement: Judgement, folder: Path, *, csv: bool) -> list[Path]:
-    """Everything that follows from the records, beside them; the files, the page first.
-
-    A plan of an earlier judgement is removed where this one decides nothing: it would be deployed.
-
-    Raises:
-        FailureError: a file cannot be written.
-    """
-    texts = {"summary.json": summary_text(judgement)}
-    if csv:
-        texts["requests.csv"] = requests_csv(judgement)
-    for name, text in texts.items():
-        write_text(folder / name, text)
-    written = [folder / name for name in texts]
-    plan, plan_file = make_plan(judgement), folder / "plan.json"
-    if plan is None:
-        plan_file.unlink(missing_ok=True)
-        return written
-    write_plan(plan, plan_file)
-    return [*written, plan_file]
