@@ -161,7 +161,10 @@ def test_two_servers_are_measured_and_judged(tmp_path: Path, capsys, proven):
     assert {20} == {r.completion_tokens for r in data.requests}
 
 
-def test_ctrl_c_keeps_what_is_complete_says_how_to_go_on_and_ends_the_servers(tmp_path: Path):
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_keeps_what_is_complete_says_how_to_go_on_and_ends_the_servers(
+    tmp_path: Path, sign: signal.Signals
+):
     out = tmp_path / "run"
     words = ["bench", "--serve", f"off={SERVE}", "--serve", f"ngram={SERVE}", "--out", str(out)]
     words += ["--concurrency", "1", "--blocks", "50", "--requests", "2", "--max-tokens", "8"]
@@ -173,7 +176,7 @@ def test_ctrl_c_keeps_what_is_complete_says_how_to_go_on_and_ends_the_servers(tm
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline, "nothing was measured in two minutes"
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sign)
     _, told = process.communicate(timeout=60)
     data = read_run(out)
 

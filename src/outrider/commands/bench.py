@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +51,7 @@ def refuse_random(workload: Workload, *, is_allowed: bool) -> None:
 def measure(
     settings: BenchSettings, workload: Workload, out: Path, typed: Sequence[str]
 ) -> RunData | None:
-    """Measure what is missing in ``out``; None when Ctrl-C came first.
+    """Measure what is missing in ``out``; None when Ctrl-C or SIGTERM came first.
 
     Whatever ends it early, what is complete stays, and the way on is told.
 
@@ -61,15 +62,24 @@ def measure(
     console.note(f"outrider: the run {begin} in {out}")
     try:
         with console.Stages() as stages:
-            return asyncio.run(
-                run_bench(settings, workload, out, lambda progress: _show(stages, progress))
-            )
-    except KeyboardInterrupt:
+            return asyncio.run(_until_told_to_stop(settings, workload, out, stages))
+    except (KeyboardInterrupt, asyncio.CancelledError):
         _tell_way_on(settings, out, typed, "interrupted")
         return None
     except OutriderError:
         _tell_way_on(settings, out, typed, "stopped")
         raise
+
+
+async def _until_told_to_stop(
+    settings: BenchSettings, workload: Workload, out: Path, stages: console.Stages
+) -> RunData:
+    """Measure; SIGTERM and a closed terminal end it as Ctrl-C does, so that no server is left."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    for sign in (signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(sign, task.cancel)
+    return await run_bench(settings, workload, out, lambda progress: _show(stages, progress))
 
 
 def progress_text(progress: Progress) -> str:
