@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -51,6 +52,7 @@ def loop_start(token_ids: Sequence[int]) -> int | None:
     return len(ids) - longest if longest else None
 
 
+@lru_cache(maxsize=8192)  # lossless arms write the same texts in every block
 def ends_in_loop(text: str) -> bool:
     """Whether a text ends in a loop, judged by pieces about as long as tokens.
 

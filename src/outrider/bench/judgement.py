@@ -117,7 +117,7 @@ class Judgement:
 
     def _go_sentence(self, arm: ArmRecord) -> str:
         cells = [cell for cell in self.cells_of(arm) if cell.verdict is Verdict.GO]
-        told = f"GO: {cells[0].speedup}"
+        told = f"GO: deploy {arm.name}: {cells[0].speedup}"
         if len(cells) > 1:
             further = ", ".join(
                 f"{cell.speedup.within(f'{told} {cell.load.text}')} at {cell.load.text}"

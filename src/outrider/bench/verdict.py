@@ -273,7 +273,7 @@ def judge_cell(
         return replace(
             judged,
             verdict=Verdict.INCONCLUSIVE,
-            reasons=(f"{len(values)} blocks, of at least {settings.min_blocks}",),
+            reasons=(f"measured {len(values)} of at least {settings.min_blocks} blocks",),
             blocks_needed=settings.min_blocks,
         )
     return _weigh(judged, interval, values, settings)

@@ -26,8 +26,11 @@ COLOURS = ("#0b5fa5", "#c2570c", "#3a7d34", "#7b3fa0", "#9a7d0a", "#b0306a", "#2
 PLAIN_COLOUR = "#555555"
 MARKERS = "osD^vPX"
 WIDTH, HEIGHT = 4.6, 3.1  # inches; at 400 pixels a page shows it at its own size
+LOG_FROM = 20.0  # largest over smallest time from which a linear axis hides the small ones
 MAX_POINTS = 200  # of a distribution: more are not seen, only loaded
+# What a page has no use for; groups are numbered alike in every chart, and ids must not repeat.
 _METADATA = re.compile(r"<metadata>.*?</metadata>", re.DOTALL)
+_GROUP_ID = re.compile(r'(<g) id="[^"]*"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +111,11 @@ def _distribution_chart(
             share = np.linspace(0.0, 1.0, min(MAX_POINTS, max(2, len(values))))
             axes.plot(np.quantile(values, share) * 1000, share, color=colours[arm], lw=1.2,
                       label=arm)  # fmt: skip
-        if all(values[0] > 0.0 for values in filled.values()):
+        least, most = (end(pick[i] for pick in filled.values()) for end, i in ((min, 0), (max, -1)))
+        if least > 0.0 and most > LOG_FROM * least:
             axes.set_xscale("log")
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.xaxis.set_minor_formatter("")
         _label(axes, f"{words}, milliseconds", "share of samples at most so long")
         _legend(axes)
 
@@ -220,6 +226,7 @@ def _projection_charts(judgement: Judgement, where: str) -> Iterator[Chart]:
             axes.axhline(1.0, color="#000000", lw=0.8)
             axes.set_xscale("log", base=2)
             axes.set_xticks(list(ratios), [str(n) for n in ratios])
+            axes.minorticks_off()
             _label(axes, "users", "decode-phase ratio, from TPOT")
             _legend(axes)
 
@@ -318,4 +325,4 @@ def _svg(name: str, draw: Callable[[Any], None], *, height: float = HEIGHT) -> s
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None}, transparent=True)
     text = out.getvalue()
-    return _METADATA.sub("", text[text.index("<svg") :])
+    return _GROUP_ID.sub(r"\1", _METADATA.sub("", text[text.index("<svg") :]))

@@ -60,8 +60,16 @@ def page(judgement: Judgement) -> str:
         remarks=judgement.remarks,
         workload=workload_title(judgement),
         decision=verdict_table(judgement),
-        sentences=[cell.sentence for cell in judgement.cells],
-        break_evens=[f"{name}: {found.text}" for name, found in judgement.break_evens.items()],
+        lists=[
+            (
+                "Not GO, and why",
+                [c.sentence for c in judgement.cells if c.verdict is not Verdict.GO],
+            ),
+            (
+                "Break-even",
+                [f"{name}: {found.text}" for name, found in judgement.break_evens.items()],
+            ),
+        ],
         charts=charts(judgement),
         tables=[table for table in tables if table.rows],
         run=run,

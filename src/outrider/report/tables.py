@@ -48,10 +48,10 @@ def verdict_table(judgement: Judgement) -> Table:
     metrics = list(dict.fromkeys(str(cell.metric) for cell in judgement.cells))
     return Table(
         title,
-        ("load", "method", "ratio", "plain", "method's", "p95 TTFT", "goodput", "accepted",
-         "blocks", "verdict"),
+        ("load", "method", "verdict", "ratio", "plain", "method's", "p95 TTFT", "goodput",
+         "accepted", "blocks"),
         tuple(_verdict_row(judgement, cell, title) for cell in judgement.cells),
-        numbers_from=2,
+        numbers_from=3,
         note=f"Ratio, plain and method's: {', '.join(metrics)}. Ratios with "
         f"{judgement.settings.confidence:.0%} intervals, wider where several methods share the "
         "baseline. p95 TTFT: as a ratio. Accepted: acceptance length, the bonus token included.",
@@ -72,13 +72,13 @@ def _verdict_row(judgement: Judgement, cell: Cell, title: str) -> tuple[str, ...
     return (
         cell.load.text,
         cell.arm.name,
+        str(cell.verdict),
         ratio,
         *(f"{fmean(values):.1f}" if values else NONE for values in rates),
         str(cell.ttft) if cell.ttft is not None and is_valid else NONE,
         NONE if cell.goodput is None else f"{cell.goodput.mean:+.0%}",
         UNAVAILABLE if acceptance is None else acceptance.text,
         str(len(cell.logs)),
-        str(cell.verdict),
     )
 
 
