@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from outrider.bench.arms import PORT, EngineFlags, engine_arms, given_arms
+from outrider.bench.arms import PORT, EngineFlags, engine_arms, given_arms, without_secrets
 from outrider.bench.records import Load, LoadKind
 from outrider.commands.bench_options import ArmOptions, LoadOptions, WorkloadOptions
 from outrider.commands.options import EngineOptions
@@ -87,6 +87,26 @@ def test_servers_that_are_no_comparison_are_refused(targets, commands, expected)
         given_arms(targets, commands)
 
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("vllm serve m --api-key s3cret --port {port}", "vllm serve m --api-key *** --port {port}"),
+        ("env HF_TOKEN=s3cret srv --api_key=s3cret", "env HF_TOKEN=*** srv --api_key=***"),
+        (
+            "srv --max-num-batched-tokens 9 --token s3cret",
+            "srv --max-num-batched-tokens 9 --token ***",
+        ),
+    ],
+)
+def test_keys_in_a_command_are_not_kept(line: str, expected: str):
+    shown = " ".join(without_secrets(line.split()))
+
+    assert expected == shown
+    (arm, _) = given_arms(["a=http://h:1"], [f"off={line} {PORT}"])
+    assert "s3cret" not in str(arm.to_json())
+    assert "s3cret" in str(arm.command), "the server itself needs it"
 
 
 def test_another_name_can_be_the_baseline():

@@ -175,6 +175,21 @@ def test_a_server_that_is_down_is_an_answer_with_an_error():
     assert () == answer.chunks
 
 
+def test_a_server_that_accepts_and_never_answers_is_given_up(monkeypatch):
+    monkeypatch.setattr(client_module, "CONNECT_S", 0.3)
+
+    async def act() -> tuple[int | None, str, str | None]:
+        server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, Client() as client:
+            return await client.get(Endpoint(url=f"http://127.0.0.1:{port}", model=""), "/x")
+
+    status, _, error = asyncio.run(act())
+
+    assert status is None
+    assert "silent for 0.3 s; the server hangs" in (error or "")
+
+
 def test_requests_say_everything_on_which_servers_have_different_defaults():
     endpoint = Endpoint(url="http://x", model="m", asks_running_usage=True)
     body = request_body(endpoint, question("Hi"), sampling(8, ignore_eos=True), 3)

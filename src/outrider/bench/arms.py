@@ -8,6 +8,7 @@ OpenAI-compatible address: :mod:`outrider.bench.servers` starts those that have 
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,8 @@ from outrider.bench.methods import ArmName
 from outrider.config import METHODS_WITH_HEAD, Method
 from outrider.errors import ParameterError
 
+_SECRET = re.compile(r"(?i)(api[-_]?key|[-_]token|password|secret)$")
+_HIDDEN = "***"
 PORT = "{port}"  # in a command: where the port belongs that the server is to listen on
 
 
@@ -34,8 +37,9 @@ class ArmSpec:
     speculation: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """What makes the arm what it is; a started server's port does not."""
-        return asdict(self)
+        """What makes the arm what it is; a started server's port and its keys do not."""
+        command = None if self.command is None else without_secrets(self.command)
+        return {**asdict(self), "command": command}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +172,23 @@ def checked(specs: Sequence[ArmSpec]) -> list[ArmSpec]:
             "start the baseline as a server of its own, without speculation"
         )
     return list(specs)
+
+
+def without_secrets(command: Sequence[str]) -> tuple[str, ...]:
+    """The command as it may be kept and shown: values of keys, tokens and passwords are hidden."""
+    shown: list[str] = []
+    is_secret = False
+    for word in command:
+        name, separator, _ = word.partition("=")
+        if is_secret:
+            shown.append(_HIDDEN)
+            is_secret = False
+        elif _SECRET.search(name):
+            shown.append(f"{name}={_HIDDEN}" if separator else word)
+            is_secret = not separator and word.startswith("-")
+        else:
+            shown.append(word)
+    return tuple(shown)
 
 
 def _named(flag: str, text: str, example: str) -> tuple[str, str]:

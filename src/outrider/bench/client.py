@@ -160,7 +160,7 @@ class Client:
                     await self._read(response, reader)
                     error = _unfinished(reader)
         except (aiohttp.ClientError, OSError, TimeoutError, StreamError) as problem:
-            error = self._words(problem, endpoint.url)
+            error = _words(problem, endpoint.url, self._idle_s)
         ended_s = self.clock()
         chunks, source = reader.chunks()
         return Answer(
@@ -189,7 +189,7 @@ class Client:
             ) as response:
                 return response.status, await response.text(errors="replace"), None
         except (aiohttp.ClientError, OSError, TimeoutError) as problem:
-            return None, "", self._words(problem, endpoint.url)
+            return None, "", _words(problem, endpoint.url, CONNECT_S)
 
     async def metrics(self, endpoint: Endpoint) -> MetricsSnapshot | None:
         """The server's counters now; None where it has none to show."""
@@ -219,23 +219,6 @@ class Client:
                 "the address of an OpenAI-compatible server"
             )
         return None
-
-    def _words(self, problem: Exception, url: str) -> str:
-        if isinstance(problem, StreamError):
-            return str(problem)
-        # aiohttp's own timeouts are TimeoutErrors too, and say which one it was.
-        if isinstance(problem, aiohttp.ConnectionTimeoutError):
-            return f"{url}: no connection within {CONNECT_S:g} s"
-        if isinstance(problem, TimeoutError):
-            return f"{url}: silent for {self._idle_s:g} s; the server hangs, or raise --timeout"
-        if isinstance(problem, aiohttp.ClientConnectorError):
-            # asyncio puts its own words into strerror; the number says what the system meant.
-            number = problem.os_error.errno
-            reason = os.strerror(number) if number and number > 0 else str(problem.os_error)
-            return f"{url}: cannot be reached ({reason})"
-        if isinstance(problem, aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError):
-            return f"{url}: dropped the connection in the middle of an answer"
-        return f"{url}: {type(problem).__name__}: {problem}"
 
 
 class LoopLag:
@@ -316,6 +299,25 @@ def parse_metrics(page: str) -> Mapping[str, float]:
         if value - value == 0.0:
             samples[match[1]] = value
     return samples
+
+
+def _words(problem: Exception, url: str, silent_s: float) -> str:
+    """What went wrong, for people; ``silent_s`` is how long the server was waited for."""
+    if isinstance(problem, StreamError):
+        return str(problem)
+    # aiohttp's own timeouts are TimeoutErrors too, and say which one it was.
+    if isinstance(problem, aiohttp.ConnectionTimeoutError):
+        return f"{url}: no connection within {CONNECT_S:g} s"
+    if isinstance(problem, TimeoutError):
+        return f"{url}: silent for {silent_s:g} s; the server hangs, or raise --timeout"
+    if isinstance(problem, aiohttp.ClientConnectorError):
+        # asyncio puts its own words into strerror; the number says what the system meant.
+        number = problem.os_error.errno
+        reason = os.strerror(number) if number and number > 0 else str(problem.os_error)
+        return f"{url}: cannot be reached ({reason})"
+    if isinstance(problem, aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError):
+        return f"{url}: dropped the connection in the middle of an answer"
+    return f"{url}: {type(problem).__name__}: {problem}"
 
 
 def _unfinished(reader: AnswerReader) -> str | None:

@@ -1,8 +1,8 @@
 """What a figure depends on besides the program: machine, versions, switches. No torch, no network.
 
 Owns the description of the machine that the client runs on; with servers on the same machine it is
-theirs too. What only a server knows (precision, checkpoint) comes from its arm. Names of the host
-and of its user are left out: a report is handed around.
+theirs too, and only then. What only a server knows (precision, checkpoint) comes from its arm.
+Names of the host and of its user are left out: a report is handed around.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.bench import environment
-from outrider.bench.arms import ArmSpec
+from outrider.bench.arms import ArmSpec, without_secrets
 from outrider.bench.blocks import Turn, block_questions, plan_turns
 from outrider.bench.client import IDLE_S, Client, Endpoint
 from outrider.bench.drive import run_turn, warm_up_questions, warm_up_turn
@@ -358,7 +358,7 @@ class _Run:
             is_baseline=spec.is_baseline,
             url=probed.endpoint.url,
             model=probed.endpoint.model,
-            command=spec.command,
+            command=None if spec.command is None else without_secrets(spec.command),
             speculation=spec.speculation,
             engine=probed.engine,
             engine_version=probed.engine_version,
