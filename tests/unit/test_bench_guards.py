@@ -161,6 +161,15 @@ def test_usage_that_disagrees_with_chunks_is_void(factor: float):
     assert "usage" in voids(change_requests(run(), lie(factor), arm="eagle3"))
 
 
+def test_an_end_token_that_is_in_no_chunk_is_no_disagreement():
+    data = change_requests(
+        run(), lambda r: replace(r, completion_tokens=(r.completion_tokens or 0) + 1)
+    )
+    sampling = replace(data.run.sampling, max_tokens=64)
+
+    assert set() == voids(replace(data, run=replace(data.run, sampling=sampling)))
+
+
 def test_usage_that_lies_where_chunks_are_silent_shows_in_characters_per_token():
     def silent_lie(record: RequestRecord) -> RequestRecord:
         chunks = tuple(replace(chunk, num_tokens=None) for chunk in record.chunks)

@@ -198,7 +198,19 @@ def test_one_go_among_many_comparisons_must_survive_holm():
     assert Verdict.GO is cell.verdict
     assert 0.0025 < cell.p_value < 0.025
     assert Verdict.INCONCLUSIVE is judgement.verdict
-    assert "Holm" in judgement.remarks[0]
+    assert judgement.headline.startswith("INCONCLUSIVE: eagle3 is GO at 3 users by itself")
+    assert "Holm" in judgement.headline
+
+
+def test_a_no_go_beside_a_void_cell_is_inconclusive_and_says_which():
+    """What might be GO without its fault must not be counted as NO-GO."""
+    slow, void = arm(0.8, name="ngram"), arm(1.4, num_tokens=30)
+    judgement = judge(scripted_run([BASE, slow, void], [ONE]))
+
+    assert [Verdict.NO_GO, Verdict.INVALID] == [cell.verdict for cell in judgement.cells]
+    assert Verdict.INCONCLUSIVE is judgement.verdict
+    assert judgement.headline.startswith("INCONCLUSIVE: what can be judged")
+    assert "eagle3 at 1 user is void: " in judgement.headline
 
 
 def test_an_open_loop_is_judged_by_what_a_user_sees():

@@ -111,9 +111,20 @@ class Judgement:
                 reasons = list(dict.fromkeys(r for cell in self.cells for r in cell.reasons))
                 return f"INVALID: nothing {where} can be judged: {reasons[0] if reasons else ''}"
             case Verdict.INCONCLUSIVE:
-                open_cells = [c for c in self.cells if c.verdict is Verdict.INCONCLUSIVE]
-                told = open_cells[0] if open_cells else self.cells[0]
-                return told.sentence
+                return self._open_sentence(where)
+
+    def _open_sentence(self, where: str) -> str:
+        """What is not decided: by chance alone, in a cell, or because other cells are void."""
+        if self.remarks:
+            return f"INCONCLUSIVE: {self.remarks[0]}; {where}"
+        undecided = [cell for cell in self.cells if cell.verdict is Verdict.INCONCLUSIVE]
+        if undecided:
+            return undecided[0].sentence
+        void = next(cell for cell in self.cells if cell.verdict is Verdict.INVALID)
+        return (
+            f"INCONCLUSIVE: what can be judged {where} is NO-GO, but {void.arm.name} at "
+            f"{void.load.text} is void: {void.reasons[0]}"
+        )
 
     def _go_sentence(self, arm: ArmRecord) -> str:
         cells = [cell for cell in self.cells_of(arm) if cell.verdict is Verdict.GO]

@@ -20,6 +20,7 @@ from outrider.bench.samples import percentile
 MAX_AT_ONCE = 0.10  # of the requests: most of the answer in the first chunk
 MAX_PLAIN_TOKENS_PER_CHUNK = 2.0
 MAX_USAGE_ERROR = 0.02
+SILENT_TOKENS = 2  # an end-of-sequence token, or half a character, is in usage but in no chunk
 MAX_CHARS_RATIO = 1.10
 MAX_LAG_SHARE = 0.10  # of the median latency
 MAX_CLIENT_LOAD = 0.5  # of the stream rate that the client was proven to keep up with
@@ -103,14 +104,17 @@ def _against_chunks(name: str, sound: list[RequestMetrics]) -> Iterator[Finding]
         for request in sound
         if all(chunk.num_tokens is not None for chunk in request.record.chunks)
     ]
-    wrong = sum(abs(counted - said) > MAX_USAGE_ERROR * said for counted, said in known)
+    wrong = sum(
+        abs(counted - said) > max(SILENT_TOKENS, MAX_USAGE_ERROR * said) for counted, said in known
+    )
     if wrong > MAX_USAGE_ERROR * len(known):
         counted, said = (sum(column) for column in zip(*known, strict=True))
         yield Finding(
             "usage",
             Severity.VOID,
             f"{name}: usage says {said} tokens, its chunks {counted}, and {wrong} of {len(known)} "
-            f"answers disagree by more than {MAX_USAGE_ERROR:.0%}; its counts cannot be used",
+            f"answers disagree by more than {SILENT_TOKENS} tokens and {MAX_USAGE_ERROR:.0%}; its "
+            "counts cannot be used",
         )
     texts = [(sum(c.num_chars > 0 for c in r.record.chunks), r.num_tokens) for r in sound]
     fewer = sum(chunks > said * (1 + MAX_USAGE_ERROR) for chunks, said in texts)
