@@ -8,7 +8,7 @@ a t interval on their logarithms.
 
     python benchmarks/peers.py --per-category 2 --max-tokens 64 --json > peers.json
 
-Progress goes to stderr, the result to stdout. Needs transformers (``pip install outrider[bench]``).
+Progress goes to stderr, the result to stdout. Needs transformers (``pip install outrider[peers]``).
 """
 
 from __future__ import annotations

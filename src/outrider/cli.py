@@ -2,7 +2,8 @@
 
 Each verb checks what it was given before it loads anything, opens the model, and hands over to a
 module of :mod:`outrider.commands`. Exit status 0 is success, 1 a failure, 2 a usage error, 130
-Ctrl-C. torch is imported only by verbs that run a model.
+Ctrl-C; only bench ends with its verdict: 0 go, 1 no-go, 2 inconclusive, 3 whatever kept it from
+one. torch is imported only by verbs that run a model.
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError
 import outrider
 from outrider.commands import console
 from outrider.commands.answer_report import completion_json, stats_table
+from outrider.commands.bench_options import (
+    ArmOptions,
+    LoadOptions,
+    MeasuringOptions,
+    WorkloadOptions,
+)
 from outrider.commands.options import (
     DEFAULT_MODEL,
     EngineOptions,
@@ -42,6 +49,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_INVALID = 3  # of bench, whose 1 and 2 are verdicts
 
 Flag = Annotated[bool, Parameter(negative="")]
 Whole = Annotated[int, Parameter(converter=whole_number)]
@@ -454,6 +462,78 @@ def serve(
     return serving_command.run(serving, lambda: open_llm(engine, speculation, **fields))
 
 
+@app.command
+def bench(
+    *,
+    from_: Annotated[
+        Path | None,
+        Parameter(name="--from", help="Measure nothing: judge the run in this folder anew."),
+    ] = None,
+    out: Path | None = None,
+    json: Flag = False,
+    csv: Flag = False,
+    arms: ArmOptions = ArmOptions(),  # noqa: B008
+    load: LoadOptions = LoadOptions(),  # noqa: B008
+    workload: WorkloadOptions = WorkloadOptions(),  # noqa: B008
+    measuring: MeasuringOptions = MeasuringOptions(),  # noqa: B008
+    engine: EngineOptions = EngineOptions(),  # noqa: B008
+    typed: Annotated[Sequence[str], Parameter(parse=False)] = (),
+) -> int:
+    """Measure speculation against its own baseline on your prompts and load, and judge it.
+
+    Ends with the verdict as exit status: 0 go, 1 no-go, 2 inconclusive, 3 nothing can be said.
+    Interrupted, it goes on where it was: run the same command again.
+
+    Parameters
+    ----------
+    out
+        Folder of the run: records, summary.json, report.html. Without it: a new one, by the time.
+    json
+        Print the summary as one JSON document instead of the tables.
+    csv
+        Also write requests.csv, a row per request, into the folder.
+    """
+    is_plain = (arms, load, workload, measuring, engine) == (
+        ArmOptions(),
+        LoadOptions(),
+        WorkloadOptions(),
+        MeasuringOptions(),
+        EngineOptions(),
+    )
+    if from_ is not None and not (is_plain and out is None):
+        raise UsageError(
+            "--from: judges what was measured, under the settings of that run; of the other flags "
+            "only --json and --csv go with it"
+        )
+    try:
+        from outrider.commands import bench as benching
+    except ModuleNotFoundError as problem:
+        raise UsageError(
+            f"bench needs the package {problem.name!r}: pip install 'outrider[bench]'"
+        ) from None
+    from outrider.bench.store import read_run
+    from outrider.bench.workloads import load_workload
+
+    if from_ is not None:
+        return benching.present(read_run(from_), from_, json=json, csv=csv)
+    loads = load.loads()
+    settings = measuring.settings(
+        arms.specs(engine, loads),
+        loads,
+        workload.sampling(),
+        served_model=arms.served_model,
+        one_at_a_time=arms.one_at_a_time,
+        arrival_seed=workload.seed,
+    )
+    asked = load_workload(workload.prompts, workload.selection())
+    benching.refuse_random(asked, is_allowed=workload.allow_random_prompts)
+    folder = out or benching.default_folder()
+    data = benching.measure(settings, asked, folder, typed)
+    if data is None:
+        return EXIT_INTERRUPTED
+    return benching.present(data, folder, json=json, csv=csv)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status; no traceback reaches the user unasked."""
     given, is_debug = _take_debug(sys.argv[1:] if arguments is None else arguments)
@@ -465,25 +545,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except CycloptsError as problem:
         console.error(_usage_message(problem))
-        return EXIT_USAGE
+        return _failed(EXIT_USAGE, given)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has left; the interpreter's own flush at exit must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILURE
+        return _failed(EXIT_FAILURE, given)
     except OutriderError as problem:
         if is_debug:
             traceback.print_exc()
         console.error(problem)
-        return problem.exit_status
+        return _failed(problem.exit_status, given)
     except Exception as problem:
         if is_debug:
             traceback.print_exc()
         hint = "" if is_debug else " (--debug shows the traceback)"
         console.error(f"{type(problem).__name__}: {problem}{hint}")
-        return EXIT_FAILURE
+        return _failed(EXIT_FAILURE, given)
     return EXIT_OK if status is None else int(status)
+
+
+def _failed(status: int, given: Sequence[str]) -> int:
+    """The status of a failure; bench's 1 and 2 are verdicts, so there every failure is 3."""
+    return EXIT_INVALID if given[:1] == ["bench"] else status
 
 
 def _usage_message(problem: CycloptsError) -> str:

@@ -14,6 +14,8 @@
         ├── DownloadError                   a pull that did not finish or did not match its hash
         ├── CapacityError                   memory or disk is too small
         ├── OverloadedError                 the queue is full; the same request may fit later
+        ├── EndpointError                   a server under test that cannot be measured
+        ├── RecordError                     a run folder that is missing, torn or of another schema
         └── TrainingError                   a loss that is no number any more, or too little data
 
 User mistakes raise one of these and say the value, what is allowed and what to do.
@@ -26,11 +28,13 @@ __all__ = [
     "CapacityError",
     "CheckpointError",
     "DownloadError",
+    "EndpointError",
     "FailureError",
     "OutriderError",
     "OverloadedError",
     "ParameterError",
     "PromptError",
+    "RecordError",
     "TrainingError",
     "UnknownModelError",
     "UnsafeFileError",
@@ -89,6 +93,14 @@ class CapacityError(FailureError):
 
 class OverloadedError(FailureError):
     """Too many requests wait already; nothing is wrong with this one, and it may fit later."""
+
+
+class EndpointError(FailureError):
+    """A server is down, silent, speaks no OpenAI API, or serves another model than asked."""
+
+
+class RecordError(FailureError):
+    """A run folder is missing, incomplete, or written by another version of the records."""
 
 
 class TrainingError(FailureError):

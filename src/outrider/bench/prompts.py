@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from outrider.errors import PromptError
 
@@ -38,14 +39,10 @@ def load_prompts(path: Path | None = None) -> list[Prompt]:
     Raises:
         PromptError: the file cannot be read, or a line is not a prompt; names file and line.
     """
-    if path is None:
-        name, data = _BUNDLED, resources.files("outrider").joinpath(_BUNDLED).read_bytes()
-    else:
-        name, data = str(path), _read(path)
+    name, data = prompt_file(path)
     prompts = [
-        _parse_line(f"{name}, line {number}", line, default_id=f"{Path(name).name}:{number}")
-        for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1)
-        if line.strip()
+        _parse_row(where, row, default_id=f"{Path(name).name}:{number}")
+        for number, where, row in json_rows(name, data)
     ]
     if not prompts:
         raise PromptError(f"{name}: holds no prompts; give one JSON object per line with {_FORMS}")
@@ -60,15 +57,34 @@ def prompt_set_hash(prompts: Sequence[Prompt]) -> str:
     return hashlib.sha256(canonical.encode("ascii")).hexdigest()[:12]
 
 
-def _read(path: Path) -> bytes:
+def prompt_file(path: Path | None) -> tuple[str, bytes]:
+    """Name and content of a file of prompts, or of the bundled one.
+
+    Raises:
+        PromptError: the file cannot be read.
+    """
+    if path is None:
+        return _BUNDLED, resources.files("outrider").joinpath(_BUNDLED).read_bytes()
     try:
-        return path.read_bytes()
+        return str(path), path.read_bytes()
     except OSError as error:
         raise PromptError(f"{path}: cannot be read ({error.strerror}); give a JSONL file") from None
 
 
-def _parse_line(where: str, line: bytes, default_id: str) -> Prompt:
-    """Turn one line into a prompt; ``where`` starts every message."""
+def json_rows(name: str, data: bytes) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """The objects of a JSONL file: number of the line, words for where it is, the object.
+
+    Raises:
+        PromptError: a line is not UTF-8, not JSON or no object; names file and line.
+    """
+    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if line.strip():
+            where = f"{name}, line {number}"
+            yield number, where, _parse_line(where, line)
+
+
+def _parse_line(where: str, line: bytes) -> dict[str, Any]:
+    """The object that one line holds; ``where`` starts every message."""
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -83,10 +99,14 @@ def _parse_line(where: str, line: bytes, default_id: str) -> Prompt:
             f"{where}: is not JSON ({reason}); give one JSON object per line with {_FORMS}"
         ) from None
     if not isinstance(row, dict):
-        raise PromptError(f"{where}: is a JSON {_kind(row)}, not an object with {_FORMS}")
+        raise PromptError(f"{where}: is a JSON {json_kind(row)}, not an object with {_FORMS}")
+    return row
+
+
+def _parse_row(where: str, row: Mapping[str, object], default_id: str) -> Prompt:
     return Prompt(
-        id=_text(f"{where}: id", row.get("id", default_id)),
-        category=_text(f"{where}: category", row.get("category", "other")),
+        id=checked_text(f"{where}: id", row.get("id", default_id)),
+        category=checked_text(f"{where}: category", row.get("category", "other")),
         turns=_turns(where, row),
     )
 
@@ -98,12 +118,12 @@ def _turns(where: str, row: Mapping[str, object]) -> tuple[str, ...]:
         found = " and ".join(given) if given else "none of them"
         raise PromptError(f"{where}: needs exactly one of {_FORMS}; has {found}")
     if "prompt" in row:
-        return (_text(f"{where}: prompt", row["prompt"]),)
+        return (checked_text(f"{where}: prompt", row["prompt"]),)
     items = row[given[0]]
     if not isinstance(items, list) or not items:
-        raise PromptError(f"{where}: {given[0]} is {_kind(items)}, not a non-empty list")
+        raise PromptError(f"{where}: {given[0]} is {json_kind(items)}, not a non-empty list")
     if "turns" in row:
-        return tuple(_text(f"{where}: turns[{i}]", item) for i, item in enumerate(items))
+        return tuple(checked_text(f"{where}: turns[{i}]", item) for i, item in enumerate(items))
     contents = [_message(f"{where}: messages[{i}]", item) for i, item in enumerate(items)]
     turns = tuple(content for content in contents if content is not None)
     if not turns:
@@ -114,7 +134,7 @@ def _turns(where: str, row: Mapping[str, object]) -> tuple[str, ...]:
 def _message(where: str, message: object) -> str | None:
     """A user message's content, None for an assistant's."""
     if not isinstance(message, dict):
-        raise PromptError(f"{where}: is {_kind(message)}, not an object with role and content")
+        raise PromptError(f"{where}: is {json_kind(message)}, not an object with role and content")
     role = message.get("role")
     if role == "assistant":
         return None
@@ -123,13 +143,13 @@ def _message(where: str, message: object) -> str | None:
             f"{where}: role {role!r} is not one of user, assistant; put instructions into the "
             "first user message"
         )
-    return _text(f"{where}: content", message.get("content"))
+    return checked_text(f"{where}: content", message.get("content"))
 
 
-def _text(where: str, value: object) -> str:
+def checked_text(where: str, value: object) -> str:
     """Refuse what is not a string with something in it that a tokeniser can encode."""
     if not isinstance(value, str):
-        raise PromptError(f"{where}: is {_kind(value)}, not a string")
+        raise PromptError(f"{where}: is {json_kind(value)}, not a string")
     if not value.strip():
         raise PromptError(f"{where}: is empty; write a text")
     try:
@@ -151,7 +171,7 @@ def _refuse_repeated_ids(name: str, prompts: Sequence[Prompt]) -> None:
         seen.add(prompt.id)
 
 
-def _kind(value: object) -> str:
+def json_kind(value: object) -> str:
     """JSON's word for a value's type."""
     if value is None:
         return "null"

@@ -2,7 +2,9 @@
 
 Owns the estimator that every speed comparison in the project uses: per pair the logarithm of the
 ratio, their mean with a Student t interval, and the exponential of both. Used by
-:mod:`outrider.commands.demo` and the scripts in ``benchmarks/``; knows neither models nor clocks.
+:mod:`outrider.commands.demo`, the scripts in ``benchmarks/`` and all judgement of
+:mod:`outrider.bench`; how many pairs a difference needs is in :mod:`outrider.bench.planning`.
+Knows neither models nor clocks.
 """
 
 from __future__ import annotations
@@ -10,12 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import fmean, stdev
 from typing import Any
 
-from scipy.special import stdtrit
+import numpy as np
+from scipy.special import stdtr, stdtrit
 
 CONFIDENCE = 0.95
+MAX_EXACT_FLIPS = 14  # pairs up to which all sign flips are enumerated: 2**14
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +88,101 @@ def ratio_interval(
         math.log(above) - math.log(below)
         for above, below in zip(numerators, denominators, strict=True)
     ]
-    num_pairs = len(logs)
-    mean = fmean(logs)
-    if num_pairs == 1:
-        return RatioInterval(math.exp(mean), None, None, 1, confidence)
-    quantile = float(stdtrit(num_pairs - 1, 0.5 + confidence / 2))
-    margin = quantile * stdev(logs) / math.sqrt(num_pairs)
-    return RatioInterval(
-        math.exp(mean), math.exp(mean - margin), math.exp(mean + margin), num_pairs, confidence
-    )
+    return log_interval(logs, confidence)
+
+
+def log_interval(logs: Sequence[float], confidence: float = CONFIDENCE) -> RatioInterval:
+    """The interval of :func:`ratio_interval` from logarithms of ratios; at least one."""
+    mean = mean_interval(logs, confidence)
+    low, high = (None if end is None else math.exp(end) for end in (mean.low, mean.high))
+    return RatioInterval(math.exp(mean.mean), low, high, mean.num_values, confidence)
+
+
+@dataclass(frozen=True, slots=True)
+class MeanInterval:
+    """A mean with its two-sided t interval; ``low`` and ``high`` are None for a single value."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    num_values: int
+    confidence: float = CONFIDENCE
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a JSON document."""
+        return {
+            "mean": self.mean,
+            "low": self.low,
+            "high": self.high,
+            "num_values": self.num_values,
+            "confidence": self.confidence,
+        }
+
+
+def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> MeanInterval:
+    """Mean of independent values with a Student t interval.
+
+    Raises:
+        ValueError: no values.
+    """
+    num_values = len(values)
+    if not num_values:
+        raise ValueError("need at least one value; got none")
+    mean = fmean(values)
+    if num_values == 1:
+        return MeanInterval(mean, None, None, 1, confidence)
+    quantile = float(stdtrit(num_values - 1, 0.5 + confidence / 2))
+    margin = quantile * stdev(values) / math.sqrt(num_values)
+    return MeanInterval(mean, mean - margin, mean + margin, num_values, confidence)
+
+
+def p_value_above(logs: Sequence[float], ratio: float) -> float:
+    """Chance of means at least this large if the true ratio were ``ratio``: one-sided t test.
+
+    1 for a single pair, which proves nothing.
+    """
+    if len(logs) < 2:
+        return 1.0
+    difference, spread = fmean(logs) - math.log(ratio), stdev(logs)
+    if spread == 0.0:
+        return 0.0 if difference > 0.0 else 1.0
+    return float(1.0 - stdtr(len(logs) - 1, difference * math.sqrt(len(logs)) / spread))
+
+
+def sign_flip_p(logs: Sequence[float]) -> float:
+    """Two-sided permutation p-value of "no difference": under it every sign is a coin's.
+
+    Exact up to ``MAX_EXACT_FLIPS`` pairs, whose least value is 2 / 2**n: five pairs cannot reach
+    0.05, six can. Beyond, 16,384 flips with a fixed seed.
+    """
+    values = np.asarray(logs, dtype=np.float64)
+    if len(values) <= MAX_EXACT_FLIPS:
+        signs = np.array(list(product((-1.0, 1.0), repeat=len(values))))
+    else:
+        signs = np.random.default_rng(0).choice((-1.0, 1.0), (2**MAX_EXACT_FLIPS, len(values)))
+        signs[0] = 1.0  # what was observed belongs to the set it is compared with
+    sums = np.abs(signs @ values)
+    observed = abs(float(values.sum()))
+    return float(np.mean(sums >= observed - 1e-12 * max(1.0, observed)))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjusted p-values that keep the chance of any false finding at the level (Holm 1979).
+
+    Valid however the tests depend on each other, as comparisons with a shared baseline do.
+    """
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    adjusted = [0.0] * len(p_values)
+    largest = 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
+
+
+def simultaneous_confidence(num_comparisons: int, confidence: float = CONFIDENCE) -> float:
+    """The level of each interval so that all of them hold together at ``confidence``.
+
+    Bonferroni: the arms of a load share one baseline, and this holds under any dependence.
+    """
+    return 1.0 - (1.0 - confidence) / max(1, num_comparisons)

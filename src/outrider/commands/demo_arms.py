@@ -1,10 +1,9 @@
 """The arms of the demonstration: what a method's name stands for, and which ones a model has.
 
-Owns the names (``eagle3-tree+ngram``), the shape behind each, and the choice where none was asked
-for. :mod:`outrider.cli` parses and opens with it, before :mod:`outrider.commands.demo` measures.
+Owns the choice where none was asked for; the names are those of :mod:`outrider.bench.methods`.
+:mod:`outrider.cli` parses and opens with it, before :mod:`outrider.commands.demo` measures.
 
-A name is a method, ``-tree`` for a tree instead of a chain, ``+ngram`` for n-gram's guesses beside
-the head's. A method has an arm where something can draft: a head that was given, the module inside
+A method has an arm where something can draft: a head that was given, the module inside
 the model's own checkpoint, or a head that ships for the model.
 """
 
@@ -12,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from outrider.config import METHODS_WITH_HEAD, Method, SpeculationConfig
+from outrider.bench.methods import ArmName, all_names
+from outrider.config import METHODS_WITH_HEAD, Method
 from outrider.errors import ParameterError
 from outrider.models.loading.heads import has_mtp, shipped_heads
 from outrider.models.loading.hub import display_name
@@ -24,51 +24,6 @@ if TYPE_CHECKING:
     from outrider.pairing import TargetFiles
 
 Heads = Mapping[Method, str | None]  # where each head is; None: where the method looks by itself
-
-_TREE, _NGRAM = "-tree", "+ngram"
-_DEPTH = 5  # of a head's chain or tree; what published figures are mostly given for
-# With the root as many rows as cost hardly more than one on a CPU with prepacked weights.
-_NUM_NODES = 16
-_NUM_CHILDREN = 4
-
-
-@dataclass(frozen=True, slots=True)
-class ArmName:
-    """A method with its shape, by the name it has on the command line and in the tables."""
-
-    method: Method
-    is_tree: bool = False
-    with_ngram: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> ArmName:
-        """The name behind the text.
-
-        Raises:
-            ParameterError: there is no such name; lists those there are.
-        """
-        allowed = {str(name): name for name in _all_names(tuple(Method)[1:])}
-        if text not in allowed:
-            raise ParameterError(f"--methods: {text!r} is not one of {', '.join(allowed)}")
-        return allowed[text]
-
-    def __str__(self) -> str:
-        tree, ngram = _TREE if self.is_tree else "", _NGRAM if self.with_ngram else ""
-        return f"{self.method}{tree}{ngram}"
-
-    def speculation(self, head: str | None) -> SpeculationConfig:
-        """The shape: n-gram's usual depth, a head's chain of 5, or a tree of 16 nodes."""
-        fields: dict[str, Any] = {"method": self.method, "with_ngram": self.with_ngram}
-        if self.method in METHODS_WITH_HEAD:
-            fields |= {"head": head, "max_draft_len": _DEPTH}
-        if self.is_tree:
-            fields |= {
-                "use_dynamic_tree": True,
-                "dynamic_tree_max_topK": _NUM_CHILDREN,
-                "max_total_draft_tokens": _NUM_NODES,
-            }
-        return SpeculationConfig(**fields)
-
 
 # The shape in which each method does best.
 _BEST = {
@@ -156,7 +111,7 @@ def choose_arms(asked: Sequence[ArmName], heads: Heads, model: str) -> list[ArmN
         return [_BEST[method] for method in there]
     for name in asked:
         if name.method not in there:
-            names = ", ".join(str(one) for one in _all_names(there))
+            names = ", ".join(str(one) for one in all_names(there))
             raise ParameterError(
                 f"--methods: {name} has no head for {model}; there are: {names}; or give a head "
                 f"with --head {name.method}=DIR"
@@ -188,13 +143,3 @@ def open_arms(llm: LLM, asked: Sequence[ArmName], given: Mapping[Method, str]) -
     first, *others = (arm.llm.memory_plan.without_weights() for arm in arms)
     first.plus(item for plan in others for item in plan.items).check()
     return arms
-
-
-def _all_names(methods: Sequence[Method]) -> list[ArmName]:
-    """Every name of these methods, plainest first."""
-    return [
-        ArmName(method, is_tree, with_ngram)
-        for method in methods
-        for with_ngram in ((False, True) if method in METHODS_WITH_HEAD else (False,))
-        for is_tree in (False, True)
-    ]

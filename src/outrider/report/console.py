@@ -1,0 +1,89 @@
+"""A judged run on a terminal: the verdict's sentence first, then the table, then what to know.
+
+Owns the layout for :mod:`rich`; the cells come from :mod:`outrider.report.tables`. The command
+prints what :func:`console_report` returns.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from outrider.bench.findings import Severity
+from outrider.bench.judgement import Judgement
+from outrider.bench.verdict import Verdict
+from outrider.report.tables import (
+    Table,
+    contrast_table,
+    latency_table,
+    verdict_table,
+)
+
+_STYLES = {
+    Verdict.GO: "bold green",
+    Verdict.NO_GO: "bold red",
+    Verdict.INCONCLUSIVE: "bold yellow",
+    Verdict.INVALID: "bold magenta",
+}
+
+
+def console_report(judgement: Judgement) -> list[RenderableType]:
+    """Everything to print, in order; each part ends its own line."""
+    parts: list[RenderableType] = [
+        Text(judgement.headline, style=_STYLES[judgement.verdict]),
+        *(Text(f"note: {remark}") for remark in judgement.remarks),
+        Text(),
+        _rich(verdict_table(judgement)),
+        _rich(latency_table(judgement)),
+    ]
+    if judgement.contrasts:
+        parts.append(_rich(contrast_table(judgement)))
+    parts += [Text(f"{name}: {found.text}") for name, found in judgement.break_evens.items()]
+    parts += [
+        Text(f"{load.text}: {judgement.noise[load.name].text}")
+        for load in judgement.data.run.loads
+        if load.name in judgement.noise
+    ]
+    parts += [
+        Text(f"{name}: projection hidden: {projection.reason}")
+        for name, projection in judgement.projections.items()
+        if not projection.is_shown
+    ]
+    parts += _findings(judgement)
+    return parts
+
+
+def _findings(judgement: Judgement) -> list[RenderableType]:
+    """Every finding once; those that void first."""
+    found = {
+        (finding.severity is Severity.WARNING, finding.text): finding
+        for cell in judgement.cells
+        for finding in cell.findings
+    }
+    return [
+        Text(f"{finding.severity}: {finding.text}") for _, finding in sorted(found.items())
+    ]  # fmt: skip
+
+
+def _rich(table: Table) -> RichTable:
+    """A table whose cells are taken literally and fold rather than vanish when space is short."""
+    drawn = RichTable(
+        title=table.title,
+        title_justify="left",
+        title_style="bold",
+        caption=table.note or None,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for index, name in enumerate(table.columns):
+        justify: Literal["left", "right"] = "right" if index >= table.numbers_from else "left"
+        drawn.add_column(Text(name, justify=justify), justify=justify, overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*(Text(cell) for cell in row))
+    return drawn

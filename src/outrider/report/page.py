@@ -1,0 +1,79 @@
+"""The page of a judged run: one HTML file that needs nothing else.
+
+Owns the filling of ``page.html.j2``: charts are inlined, styles too, there is no script and no
+address to load anything from. Reads :mod:`outrider.bench.judgement`.
+"""
+
+from __future__ import annotations
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from outrider.bench.judgement import Judgement
+from outrider.bench.verdict import Verdict
+from outrider.report.charts import charts
+from outrider.report.tables import (
+    acceptance_table,
+    conditions_tables,
+    contrast_table,
+    findings_table,
+    latency_table,
+    power_table,
+    published_table,
+    verdict_table,
+    workload_title,
+)
+
+
+def page(judgement: Judgement) -> str:
+    """The whole document.
+
+    Raises:
+        FailureError: matplotlib is not installed.
+    """
+    run = judgement.data.run
+    environment = Environment(
+        loader=PackageLoader("outrider.report", package_path=""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=False,
+    )
+    tables = [
+        latency_table(judgement),
+        acceptance_table(judgement),
+        contrast_table(judgement),
+        power_table(judgement),
+        findings_table(judgement),
+        *conditions_tables(judgement),
+        published_table(judgement),
+    ]
+    proof = run.client
+    client = (
+        "The client was not tested before."
+        if proof is None
+        else "The client saw the mock server's gaps with an error of "
+        f"{proof.gap_error_p99_s * 1000:.1f} ms (99th percentile)."
+    )
+    return environment.get_template("page.html.j2").render(
+        verdict=str(judgement.verdict),
+        verdicts=[str(verdict) for verdict in Verdict],
+        headline=judgement.headline,
+        remarks=judgement.remarks,
+        workload=workload_title(judgement),
+        decision=verdict_table(judgement),
+        lists=[
+            (
+                "Not GO, and why",
+                [c.sentence for c in judgement.cells if c.verdict is not Verdict.GO],
+            ),
+            (
+                "Break-even",
+                [f"{name}: {found.text}" for name, found in judgement.break_evens.items()],
+            ),
+        ],
+        charts=charts(judgement),
+        tables=[table for table in tables if table.rows],
+        run=run,
+        versions=", ".join(f"{name} {version}" for name, version in run.versions.items()),
+        client=client,
+        margin=f"{judgement.settings.margin:.0%}",
+    )
