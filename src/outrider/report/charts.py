@@ -199,7 +199,7 @@ def _time_chart(judgement: Judgement, where: str) -> Chart:
         axes.set_yticks(range(len(chosen)), names)
         axes.invert_yaxis()
         _label(axes, "share of the time in steps", "")
-        axes.figure.legend(fontsize=7, loc="outside upper center", ncols=4, frameon=False)
+        _legend(axes)
 
     caption = f"As the servers count it. {where}; {_sampling(judgement)}."
     tall = HEIGHT + 0.14 * max(0, len(chosen) - 10)
@@ -303,7 +303,8 @@ def _label(axes: Any, across: str, up: str) -> None:
 
 
 def _legend(axes: Any) -> None:
-    axes.legend(fontsize=7, frameon=False)
+    """Above the axes, where it hides no line."""
+    axes.figure.legend(fontsize=7, loc="outside upper center", ncols=4, frameon=False)
 
 
 def _svg(name: str, draw: Callable[[Any], None], *, height: float = HEIGHT) -> str:

@@ -72,10 +72,10 @@ def _findings(judgement: Judgement) -> list[RenderableType]:
 def _rich(table: Table) -> RichTable:
     """A table whose cells are taken literally and fold rather than vanish when space is short."""
     drawn = RichTable(
-        title=table.title,
+        title=Text(table.title),
         title_justify="left",
         title_style="bold",
-        caption=table.note or None,
+        caption=Text(table.note) if table.note else None,
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
