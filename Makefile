@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+QUICK := not exact and not gpu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
@@ -31,7 +32,8 @@ serve: model  ## the embedded model behind OpenAI's API on http://127.0.0.1:8000
 	@$(BIN)/outrider serve
 
 test: model  ## the tests (under 15 minutes on 2 cores)
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "$(QUICK) and not alone"
+	@$(BIN)/python -m pytest -m "$(QUICK) and alone"
 
 test-exact: model  ## the long exactness suite on the embedded model
 	@$(BIN)/python -m pytest -m exact

@@ -268,6 +268,9 @@ class Engine:
         if admission.evicted is not None:
             self._release(admission.evicted)
         num_tokens = 0 if reuse is None else reuse.num_tokens
+        is_first = request.num_admissions == 1
+        if is_first:
+            self._counters.prompt_tokens += request.prompt_len
         if self._drafter is not None and request.speculates:
             if reuse is None:
                 self._drafter.admit(request)
@@ -276,8 +279,7 @@ class Engine:
                     request, reuse.source_id, num_tokens, takes_over=reuse.takes_over
                 )
                 self._cache.rollback(request.row, num_tokens)
-        if request.num_admissions == 1:
-            self._counters.prompt_tokens += request.prompt_len
+        if is_first:
             request.num_reused = num_tokens
         if reuse is not None and num_tokens and reuse.source_id != request.request_id:
             self._counters.prefix_hits += 1

@@ -53,15 +53,16 @@ def token_logprobs(logits_V: Tensor | Row, token: int, num_top: int) -> TokenLog
     Worked out in float64 from float32 logits, which must be finite in the sense of
     :func:`argmax_rows`; they are only read.
     """
-    row = _row(logits_V).astype(np.float64)
+    raw = _row(logits_V)
+    row = raw.astype(np.float64)
     row -= row.max()
     row -= np.log(np.exp(row).sum())
     top: list[int] = []
-    if num_top:
-        kth = np.partition(row, row.size - num_top)[row.size - num_top] if num_top < row.size else 0
-        places = np.flatnonzero(row >= kth) if num_top < row.size else np.arange(row.size)
-        order = places[np.argsort(-row[places], kind="stable")]
-        top = [int(place) for place in order[:num_top] if row[place] > -np.inf]
+    if num_top:  # ranked by the logits themselves: what is left of tiny ones above may be equal
+        kth = np.partition(raw, raw.size - num_top)[raw.size - num_top] if num_top < raw.size else 0
+        places = np.flatnonzero(raw >= kth) if num_top < raw.size else np.arange(raw.size)
+        order = places[np.argsort(-raw[places], kind="stable")]
+        top = [int(place) for place in order[:num_top] if raw[place] > -np.inf]
     return TokenLogprobs(token, float(row[token]), tuple((one, float(row[one])) for one in top))
 
 

@@ -28,6 +28,8 @@ from outrider.models.layers import swiglu
 from outrider.models.linear import MAX_ROWS, MIN_ROWS, ExactLinear, RowPolicy, probe_rows
 from tests.models import compute_threads, random_decoder
 
+pytestmark = pytest.mark.alone  # with one and with two threads
+
 DTYPES = [torch.float32, torch.bfloat16]
 
 

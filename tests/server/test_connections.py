@@ -13,6 +13,8 @@ import pytest
 from outrider import LLM
 from tests.server.live import LiveServer, chat_body, wait_for
 
+pytestmark = pytest.mark.alone  # watches the clock
+
 
 @pytest.fixture(scope="module")
 def strict(llm: LLM) -> Iterator[LiveServer]:

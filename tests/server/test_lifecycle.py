@@ -22,6 +22,8 @@ from outrider.server.settings import ServerSettings
 from tests.server.conftest import ENGINE
 from tests.server.live import NAME, LiveServer, chat_body, envelope, slowed, wait_for
 
+pytestmark = pytest.mark.alone  # watches the clock
+
 LONG = {"max_tokens": 600, "ignore_eos": True}
 
 

@@ -23,6 +23,8 @@ from outrider.commands.serve import announcement
 from outrider.commands.serve_options import KEY_VARIABLE, ServeOptions
 from outrider.errors import UsageError
 
+pytestmark = pytest.mark.alone  # watches the clock
+
 
 @pytest.fixture
 def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,8 +60,10 @@ def test_values_and_gradients_equal_the_definition(
     for got, wanted in zip(
         case.gradients(ours.total, 3.0), case.gradients(expected.total, 3.0), strict=True
     ):
-        assert wanted.abs().max() > 0.05
-        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+        largest = float(wanted.abs().max())
+        assert largest > 0.05
+        # Entries are sums of terms as large as the largest: float32 rounds those, not the sum.
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5 * max(1.0, largest))
 
 
 @pytest.mark.parametrize("text", KINDS)

@@ -540,6 +540,7 @@ sys.exit(cli.main({arguments!r}))
 """
 
 
+@pytest.mark.alone
 def test_ctrl_c_ends_with_130_and_the_same_command_goes_on(place, runs, tmp_path, capsys):
     out = tmp_path / "out"
     called = arguments(place, "medusa", out)

@@ -161,6 +161,7 @@ def test_two_servers_are_measured_and_judged(tmp_path: Path, capsys, proven):
     assert {20} == {r.completion_tokens for r in data.requests}
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_keeps_what_is_complete_says_how_to_go_on_and_ends_the_servers(
     tmp_path: Path, sign: signal.Signals

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
@@ -117,6 +117,8 @@ def test_min_tokens_yields_where_the_grammar_leaves_only_the_end() -> None:
 
 
 @given(logits(VOCAB_SIZE), st.integers(0, VOCAB_SIZE - 1), st.integers(0, VOCAB_SIZE + 2))
+@example([-1.0] * (VOCAB_SIZE - 1) + [1e-44], 0, 1)
+@example([0.0] * (VOCAB_SIZE - 1) + [1e-44], 0, 1)
 def test_logprobs_are_those_of_the_plain_twin(row: list[float], token: int, num_top: int) -> None:
     row_V = torch.tensor(row, dtype=torch.float32)
     values = row_V.tolist()
