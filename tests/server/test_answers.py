@@ -30,7 +30,7 @@ from outrider.types import (
     Usage,
 )
 
-EOS = 0
+EOS = 0xFF  # no byte of a text
 STOP_IDS = frozenset({EOS})
 TOOLS = [
     Tool.model_validate({"type": "function", "function": {"name": name}}) for name in ("a", "b-2")
