@@ -419,7 +419,9 @@ def test_no_text_does_more_than_be_refused(data: st.DataObject) -> None:
     text = "" if kind is GrammarKind.JSON_OBJECT else data.draw(st.one_of(texts))
     message = complaint(lambda: ASCII_COMPILER.constraint(GrammarSpec(kind, text)))
     if message is None:
-        assert ASCII_COMPILER.constraint(GrammarSpec(kind, text)).mask([]).any()
+        constraint = ASCII_COMPILER.constraint(GrammarSpec(kind, text))
+        # Some match nothing, such as a schema that is only itself: then it says so.
+        assert constraint.mask([]).any() or constraint.failure([]) is not None
     else:
         assert message.startswith("grammar: ")
         assert "\n" not in message
