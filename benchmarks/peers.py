@@ -23,19 +23,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from measured import peak_memory, prompt_ids
 from transformers_peer import Answer, Arm, load_transformers, their_arm
 
 import outrider
 from outrider import LLM, EngineConfig, Method, OutriderError, SamplingParams, SpeculationConfig
+from outrider.bench.categories import (
+    ALL,
+    REPEATING,
+    REPEATING_CATEGORIES,
+    REST,
+    SPEC_BENCH_REPEATING,
+)
 from outrider.bench.prompts import Prompt, load_prompts, prompt_set_hash
 from outrider.bench.statistics import RatioInterval, ratio_interval
 from outrider.commands.console import Stages, error, format_bytes, note, print_json, stdout, table
-from outrider.commands.demo import peak_memory, prompt_ids
-from outrider.commands.demo_figures import ALL, REPEATING, REPEATING_CATEGORIES, REST
 from outrider.models.loading.hub import DEFAULT_MODEL, resolve
 
 SCHEMA_VERSION = 1
-SPEC_BENCH_REPEATING = frozenset({"summarization", "rag"})
 OURS_PLAIN, OURS_NGRAM = "outrider plain", "outrider n-gram"
 THEIRS_PLAIN, THEIRS_LOOKUP = "transformers plain", "transformers prompt lookup"
 GROUPS = (REPEATING, REST, ALL)

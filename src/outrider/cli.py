@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 EXIT_INVALID = 3  # of bench, whose 1 and 2 are verdicts
+
+DEMO_MEASURING = MeasuringOptions(blocks=6, aa_blocks=2)  # the fewest that can decide
 
 Flag = Annotated[bool, Parameter(negative="")]
 Whole = Annotated[int, Parameter(converter=whole_number)]
@@ -396,53 +399,57 @@ def demo(
         str | None,
         Parameter(
             help="Comma-separated, such as ngram,draft,medusa-tree,eagle3-tree+ngram. Without it: "
-            "n-gram, and the best shape of every head there is."
+            "n-gram, and every head that there is for the model."
         ),
     ] = None,
     head: Annotated[list[str] | None, Parameter(negative="")] = None,
-    minutes: float | None = None,
-    max_tokens: Whole = 96,
+    concurrency: str = "1,4",
+    max_tokens: Whole | None = None,
+    out: Path | None = None,
     json: Flag = False,
     engine: EngineOptions = EngineOptions(),  # noqa: B008
+    typed: Annotated[Sequence[str], Parameter(parse=False)] = (),
 ) -> int:
-    """Measure every way to draft against plain decoding on the bundled prompts.
+    """Measure every way to draft against plain decoding: a short bench on the bundled prompts.
+
+    Ends with 0 whatever the verdict, and with 1 where nothing can be said.
 
     Parameters
     ----------
     head
         METHOD=DIR, a head that does not ship for the model; may be repeated.
-    minutes
-        Time to spend measuring; decides how many prompts are run. Without it: 3, with several
-        methods 5.
+    concurrency
+        Users at once, comma-separated.
     max_tokens
-        Most tokens per answer.
+        Most tokens per answer. Without it: the fewer the more methods there are.
+    out
+        Folder of the run: records, summary.json, report.html. Without it: a new one, by the time.
     json
-        Print one JSON document instead of the tables.
+        Print the summary as one JSON document instead of the tables.
     """
-    from outrider.bench.prompts import load_prompts
-    from outrider.commands import demo as measuring
-    from outrider.commands.demo_arms import open_arms, parse_heads, parse_methods
-    from outrider.commands.demo_report import Display, print_result, to_json
+    benching = _benching("demo")
+    loads = LoadOptions(concurrency=concurrency).loads()
+    specs = ArmOptions(methods=methods, head=head or []).specs(engine, loads, every_shape=True)
+    workload = WorkloadOptions(max_tokens=max_tokens or benching.demo_tokens(len(specs)))
+    settings = DEMO_MEASURING.settings(specs, loads, workload.sampling())
+    asked = benching.read_prompts(workload)
+    status = benching.run(settings, asked, out or benching.new_folder("demo"), typed, json=json)
+    return {EXIT_INVALID: EXIT_FAILURE, EXIT_INTERRUPTED: EXIT_INTERRUPTED}.get(status, EXIT_OK)
 
-    settings = measuring.DemoSettings(
-        minutes=measuring.MINUTES if minutes is None else minutes, max_tokens=max_tokens
-    )
-    asked, heads = parse_methods(methods), parse_heads(head or ())
-    prompts = load_prompts()
-    llm = open_llm(engine, SpeculationOptions(method="off"))
-    arms = open_arms(llm, asked, heads)
-    for arm in arms:
-        for warning in arm.llm.warnings:
-            console.note(f"warning: {arm.name}: {warning}")
-    if minutes is None and len(arms) > 1:
-        settings = replace(settings, minutes=measuring.MINUTES_OF_SEVERAL)
-    with Display() as display:
-        result = measuring.run(llm, arms, prompts, settings, on_progress=display)
-    if json:
-        console.print_json(to_json(result))
-    else:
-        print_result(result)
-    return EXIT_OK if result.is_lossless else EXIT_FAILURE
+
+def _benching(verb: str) -> ModuleType:
+    """The module that measures, whose packages are an extra.
+
+    Raises:
+        UsageError: they are not installed.
+    """
+    try:
+        from outrider.commands import bench as benching
+    except ModuleNotFoundError as problem:
+        raise UsageError(
+            f"{verb} needs the package {problem.name!r}: pip install 'outrider[bench]'"
+        ) from None
+    return benching
 
 
 @app.command
@@ -505,33 +512,23 @@ def bench(
             "--from: judges what was measured, under the settings of that run; of the other flags "
             "only --json and --csv go with it"
         )
-    try:
-        from outrider.commands import bench as benching
-    except ModuleNotFoundError as problem:
-        raise UsageError(
-            f"bench needs the package {problem.name!r}: pip install 'outrider[bench]'"
-        ) from None
-    from outrider.bench.store import read_run
-    from outrider.bench.workloads import load_workload
-
+    benching = _benching("bench")
     if from_ is not None:
-        return benching.present(read_run(from_), from_, json=json, csv=csv)
+        return benching.judge_again(from_, json=json, csv=csv)
     loads = load.loads()
     settings = measuring.settings(
-        arms.specs(engine, loads),
+        (),
         loads,
         workload.sampling(),
         served_model=arms.served_model,
         one_at_a_time=arms.one_at_a_time,
         arrival_seed=workload.seed,
     )
-    asked = load_workload(workload.prompts, workload.selection())
-    benching.refuse_random(asked, is_allowed=workload.allow_random_prompts)
-    folder = out or benching.default_folder()
-    data = benching.measure(settings, asked, folder, typed)
-    if data is None:
-        return EXIT_INTERRUPTED
-    return benching.present(data, folder, json=json, csv=csv)
+    asked = benching.read_prompts(workload)
+    # Last: which methods there are depends on the model, which may have to be fetched.
+    settings = replace(settings, arms=arms.specs(engine, loads))
+    folder = out or benching.new_folder("bench")
+    return benching.run(settings, asked, folder, typed, json=json, csv=csv)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,14 +18,16 @@ import pytest
 
 from outrider import cli
 from outrider.bench import run as run_module
+from outrider.bench.blocks import Turn
 from outrider.bench.client import Client
 from outrider.bench.mock_server import MockChunk, MockReply, MockServer
-from outrider.bench.records import ClientProof, RunData
+from outrider.bench.records import BlockKind, ClientProof, RunData
 from outrider.bench.run import Progress
 from outrider.bench.servers import free_port
 from outrider.bench.store import RunFolder, read_run
-from outrider.commands.bench import progress_text, resume_command
-from tests.bench_runs import request
+from outrider.commands.bench import demo_tokens, resume_command
+from outrider.commands.bench_display import Display
+from tests.bench_runs import ONE_USER, request
 from tests.scripted import ScriptedArm, scripted_run
 
 PLAIN = ScriptedArm("off", 0.02)
@@ -247,7 +249,7 @@ def test_random_prompts_are_refused_unless_they_are_meant(capsys, tmp_path: Path
         {"prompt": " ".join(f"w{50 * row + place}q" for place in range(50))} for row in range(5)
     ]
     prompts.write_text("\n".join(map(json.dumps, lines)))
-    words = ["bench", "--prompts", str(prompts), "--out", str(prompts)]
+    words = ["bench", "--methods", "ngram", "--prompts", str(prompts), "--out", str(prompts)]
 
     assert 3 == cli.main([*words])
     assert "look like random tokens" in capsys.readouterr().err
@@ -256,19 +258,47 @@ def test_random_prompts_are_refused_unless_they_are_meant(capsys, tmp_path: Path
     assert "random tokens" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("progress", "expected"),
-    [
-        (Progress("asking off who it is", 0, 12, None), "asking off who it is [0 of 12 turns]"),
-        (
-            Progress("4 users: ngram", 3, 12, 185.0, [request("off", 0, 0)]),
-            "4 users: ngram [3 of 12 turns, about 3 min 05 s left] 2.7 tokens/s",
-        ),
-        (Progress("measured", 12, 12, 0.0), "measured [12 of 12 turns]"),
-    ],
-)
-def test_progress_says_how_far_and_how_long(progress: Progress, expected: str):
-    assert expected == progress_text(progress)
+def turn_progress(arm: str, position: int, *, is_over: bool, kind=BlockKind.MEASURE) -> Progress:
+    """Of the third of eight blocks of two arms."""
+    return Progress(
+        f"1 user: {arm}",
+        3 + position + is_over,
+        12,
+        185.0,
+        turn=Turn(2, position, arm, ONE_USER, kind, 2),
+        num_of_kind=8,
+        last=[request(arm, 2, position)] if is_over else (),
+        is_block_done=is_over and position == 1,
+    )
+
+
+def test_without_a_terminal_there_is_a_line_per_stage_and_per_block(capsys):
+    with Display() as display:
+        for waited_s in range(3):
+            display(Progress(f"starting off: {waited_s} s", 0, 12, None))
+        for position, arm in enumerate(("off", "ngram")):
+            for is_over in (False, True):
+                display(turn_progress(arm, position, is_over=is_over))
+        display(Progress("measured", 12, 12, 0.0))
+
+    assert [
+        "outrider: starting off",
+        "1 user, block 3 of 8: off 2.7, ngram 2.7 tokens/s (about 3 min 05 s left)",
+        "outrider: measured",
+    ] == capsys.readouterr().err.splitlines()
+
+
+def test_an_aa_block_is_told_as_what_it_is(capsys):
+    with Display() as display:
+        for position in (0, 1):
+            display(turn_progress("off", position, is_over=True, kind=BlockKind.AA))
+
+    told = capsys.readouterr().err
+    assert told.startswith("1 user, off against itself 3 of 8: off 2.7, off 2.7 tokens/s")
+
+
+def test_a_demonstration_of_more_arms_has_shorter_answers():
+    assert [64, 40, 28, 24] == [demo_tokens(num_arms) for num_arms in (2, 5, 7, 20)]
 
 
 @pytest.mark.parametrize(

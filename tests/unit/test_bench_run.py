@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -441,5 +443,59 @@ def test_a_server_that_never_serves_is_given_up_and_ended(tmp_path: Path):
 
     begun = time.monotonic()
 
-    assert -15 == asyncio.run(act())
+    assert 128 + signal.SIGTERM == asyncio.run(act())
     assert time.monotonic() - begun < 15
+
+
+# A server with a worker that does not listen to SIGTERM; both write down who they are.
+STUBBORN = """
+import os, signal, subprocess, sys, time
+if len(sys.argv) == 3:
+    worker = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", worker])
+    with open(sys.argv[1], "w") as file:
+        file.write(f"{os.getpid()} {child.pid} ")
+time.sleep(600)
+"""
+RUN = """
+import asyncio, sys
+from pathlib import Path
+from outrider.bench.servers import Server
+
+async def main():
+    folder = Path(sys.argv[1])
+    command = (sys.executable, "-c", sys.argv[2], str(folder / "pids"), "{port}")
+    async with Server("off", command, folder / "log"):
+        await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_a_run_that_is_killed_leaves_no_server_and_no_worker_behind(tmp_path: Path):
+    run = subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path), STUBBORN])
+    pids: list[int] = []
+    deadline = time.monotonic() + 60
+    while len(pids) < 2:
+        assert run.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+        with contextlib.suppress(FileNotFoundError):
+            pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
+    time.sleep(0.5)  # the worker shuts its ears
+    assert [True, True] == [is_alive(pid) for pid in pids]
+    run.send_signal(signal.SIGKILL)
+    run.wait(10)
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+    assert [False, False] == [is_alive(pid) for pid in pids]
+
+
+def is_alive(pid: int) -> bool:
+    """Running, or stopped; a dead process whose parent has not asked yet is not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"

@@ -36,6 +36,11 @@ class BreakEven:
     reason: str = ""
 
     @property
+    def is_told(self) -> bool:
+        """The interval leaves out some load that was tested."""
+        return self.low is not None and not (self.low == 0.0 and self.high == math.inf)
+
+    @property
     def text(self) -> str:
         """For people; an end that was not reached is told as a bound."""
         if self.low is None or self.high is None:
@@ -45,7 +50,10 @@ class BreakEven:
         if self.high == 0.0:
             return f"break-even below {self.least:g} {self.unit}, the least tested"
         if self.low == 0.0 and self.high == math.inf:
-            return f"break-even anywhere: the ratio is near 1 at every load of {self.unit} tested"
+            return (
+                f"break-even not found: it may be anywhere from {self.least:g} to {self.most:g} "
+                f"{self.unit}, or beyond; more blocks narrow it"
+            )
         if self.high == math.inf:
             return (
                 f"break-even above {self.low:.3g} {self.unit}, maybe above the {self.most:g} tested"

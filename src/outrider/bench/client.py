@@ -21,15 +21,7 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
-from outrider.bench.records import (
-    ChunkRecord,
-    Load,
-    MetricsSnapshot,
-    RequestRecord,
-    SamplingRecord,
-    SpeculativeCounts,
-    TokenSource,
-)
+from outrider.bench.records import Answer, MetricsSnapshot, SamplingRecord
 from outrider.bench.sse import AnswerReader, EventParser, StreamError
 from outrider.bench.workloads import Question
 
@@ -46,13 +38,14 @@ class Endpoint:
     """Where to ask, and what the server was found to understand.
 
     ``url`` ends before ``/v1``. ``asks_running_usage`` requests usage in every chunk, which is the
-    one exact source of tokens per chunk.
+    one exact source of tokens per chunk; ``asks_token_ids`` the ids, by which texts are compared.
     """
 
     url: str
     model: str
     api_key: str | None = field(default=None, repr=False)
     asks_running_usage: bool = False
+    asks_token_ids: bool = False
 
     def headers(self) -> dict[str, str]:
         """What every request carries."""
@@ -60,49 +53,6 @@ class Endpoint:
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         return headers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What came of one request; times as in :class:`RequestRecord`."""
-
-    sent_s: float
-    headers_s: float | None
-    ended_s: float
-    chunks: tuple[ChunkRecord, ...]
-    status: int | None
-    error: str | None
-    finish_reason: str | None
-    prompt_tokens: int | None
-    completion_tokens: int | None
-    token_source: TokenSource
-    text: str
-    speculative: SpeculativeCounts | None
-    served_model: str | None
-
-    def record(
-        self,
-        *,
-        arm: str,
-        block: int,
-        position: int,
-        load: Load,
-        question: Question,
-        scheduled_s: float,
-    ) -> RequestRecord:
-        """The record of it, with what the load knows."""
-        fields = {name: getattr(self, name) for name in Answer.__slots__}
-        return RequestRecord(
-            arm=arm,
-            block=block,
-            position=position,
-            load=load,
-            prompt_id=question.id,
-            category=question.category,
-            scheduled_s=scheduled_s,
-            prompt_hash=question.hash,
-            **fields,
-        )
 
 
 class Client:
@@ -177,6 +127,7 @@ class Client:
             text=reader.text,
             speculative=reader.speculative,
             served_model=reader.served_model,
+            token_hash=reader.token_hash,
         )
 
     async def get(self, endpoint: Endpoint, path: str) -> tuple[int | None, str, str | None]:
@@ -227,7 +178,7 @@ class LoopLag:
     Use as an async context manager around what is measured; ``worst_s`` afterwards.
     """
 
-    _EVERY_S = 0.005
+    _EVERY_S = 0.02  # often enough for any latency, and little work beside what is measured
 
     def __init__(self, clock: Clock) -> None:
         self.worst_s = 0.0
@@ -279,6 +230,8 @@ def request_body(
         body["prompt"] = "\n\n".join(content for _, content in question.messages)
     if seed is not None:
         body["seed"] = seed
+    if endpoint.asks_token_ids:
+        body["return_token_ids"] = True
     if sampling.ignore_eos:
         body["ignore_eos"] = True
     return body

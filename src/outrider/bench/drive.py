@@ -44,13 +44,16 @@ async def run_turn(
     async def ask(index: int, question: Question, due_s: float) -> RequestRecord:
         seed = None if sampling.seed is None else sampling.seed + index
         answer = await client.ask(endpoint, question, sampling, seed)
-        return answer.record(
+        return RequestRecord.of(
+            answer,
             arm=turn.arm,
             block=turn.index,
             position=turn.position,
             load=turn.load,
-            question=question,
+            prompt_id=question.id,
+            category=question.category,
             scheduled_s=due_s,
+            prompt_hash=question.hash,
         )
 
     before = await client.metrics(endpoint)

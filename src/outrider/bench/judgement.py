@@ -21,6 +21,7 @@ from outrider.bench.compare import Contrast, choose, contrasts
 from outrider.bench.costmodel import LoadPoint, Projection, project
 from outrider.bench.findings import Sides
 from outrider.bench.metrics import BlockMetrics, block_metrics
+from outrider.bench.output_guards import Sameness
 from outrider.bench.planning import NoiseFloor, noise_floor
 from outrider.bench.records import ArmRecord, BlockKind, Load, LoadKind, RequestRecord, RunData
 from outrider.bench.statistics import holm
@@ -92,6 +93,16 @@ class Judgement:
         found = (entry for entry in self.arms if (entry.arm.name, entry.load) == (arm_name, load))
         return next(found, None)
 
+    def same_answers(self, arm: ArmRecord) -> str:
+        """How many of an arm's answers are plain decoding's, over all loads; for people."""
+        counts = [cell.same for cell in self.cells_of(arm)]
+        kinds = {count.kind for count in counts}
+        return Sameness(
+            sum(count.num_same for count in counts),
+            sum(count.num_pairs for count in counts),
+            kinds.pop() if len(kinds) == 1 else "texts",
+        ).text
+
     @property
     def headline(self) -> str:
         """The verdict of the run in one sentence."""
@@ -141,9 +152,11 @@ class Judgement:
             if cell.verdict is not Verdict.GO
         ]  # fmt: skip
         parts = [told, *others]
-        if arm.name in self.break_evens:
-            parts.append(self.break_evens[arm.name].text)
-        return "; ".join([*parts, lossless_sentence(arm)])
+        found = self.break_evens.get(arm.name)
+        if found is not None and found.is_told:
+            parts.append(found.text)
+        parts += {cell.ttft.gap: None for cell in cells if cell.ttft and cell.ttft.gap}
+        return "; ".join([*parts, self.same_answers(arm), lossless_sentence(arm)])
 
 
 def judge(data: RunData, settings: JudgeSettings | None = None) -> Judgement:

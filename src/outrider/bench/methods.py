@@ -1,8 +1,8 @@
 """Names of ways to draft, as they stand on command lines and in tables: ``eagle3-tree+ngram``.
 
 Owns the names and the shape behind each. A name is a method, ``-tree`` for a tree instead of a
-chain, ``+ngram`` for n-gram's guesses beside the head's. Used by the demonstration and by
-``outrider bench``; knows neither models nor whether a head is there.
+chain, ``+ngram`` for n-gram's guesses beside the head's. Used by ``outrider bench``
+and ``demo``; knows neither models nor whether a head is there.
 """
 
 from __future__ import annotations

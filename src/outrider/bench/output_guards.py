@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from statistics import fmean, median
+from typing import Any
 
 from outrider.bench.findings import Finding, Severity, Sides, in_order, requests_of
 from outrider.bench.guards import ends_in_loop
@@ -85,11 +87,13 @@ def texts(sides: Sides) -> Iterator[Finding]:
     """The same prompt, sampled alike, has one text; an arm that is exact must write it."""
     if not is_repeatable(sides.run.sampling):
         return
-    pairs = list(sides.pairs())
-    num_differing = sum(left.record.text != right.record.text for left, right in pairs)
-    if not num_differing:
+    same = sameness(sides)
+    if same.num_same == same.num_pairs:
         return
-    seen = f"{num_differing} of {len(pairs)} texts of {sides.arm.name} differ from the baseline's"
+    seen = (
+        f"{same.num_pairs - same.num_same} of {same.num_pairs} {same.kind} of {sides.arm.name} "
+        "differ from the baseline's"
+    )
     if sides.arm.losslessness is Losslessness.EXACT:
         yield Finding(
             "texts",
@@ -103,6 +107,37 @@ def texts(sides: Sides) -> Iterator[Finding]:
             Severity.WARNING,
             f"{seen}: rounding of another batch shape, or loss; only an audit tells them apart",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Sameness:
+    """How many answers of an arm are the baseline's to the same prompt.
+
+    Compared by token ids where both servers tell them, else by text.
+    """
+
+    num_same: int
+    num_pairs: int
+    kind: str
+
+    @property
+    def text(self) -> str:
+        """For people: ``all 48 token sequences are the baseline's``."""
+        whole = self.num_same == self.num_pairs
+        share = f"all {self.num_pairs}" if whole else f"{self.num_same} of {self.num_pairs}"
+        return f"{share} {self.kind} are the baseline's"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a JSON document."""
+        return {"num_same": self.num_same, "num_pairs": self.num_pairs, "kind": self.kind}
+
+
+def sameness(sides: Sides) -> Sameness:
+    """Compare every sound answer with the baseline's."""
+    pairs = [(left.record, right.record) for left, right in sides.pairs()]
+    by_ids = bool(pairs) and all(a.token_hash and b.token_hash for a, b in pairs)
+    num_same = sum(a.token_hash == b.token_hash if by_ids else a.text == b.text for a, b in pairs)
+    return Sameness(num_same, len(pairs), "token sequences" if by_ids else "texts")
 
 
 def is_repeatable(sampling: SamplingRecord) -> bool:

@@ -13,9 +13,9 @@ from typing import Any
 
 import orjson
 
-from outrider.bench.client import Answer, Client, Endpoint
+from outrider.bench.client import Client, Endpoint
 from outrider.bench.environment import API_KEY
-from outrider.bench.records import Losslessness, SamplingRecord
+from outrider.bench.records import Answer, Losslessness, SamplingRecord
 from outrider.bench.workloads import Question
 from outrider.errors import EndpointError
 
@@ -105,23 +105,25 @@ async def _model(client: Client, arm: str, endpoint: Endpoint) -> Mapping[str, A
 async def _streaming(
     client: Client, arm: str, endpoint: Endpoint, question: Question, sampling: SamplingRecord
 ) -> Endpoint:
-    """The endpoint with the best way to count tokens that the server accepts."""
+    """The endpoint with the best ways to count and compare tokens that the server accepts.
+
+    Strict servers refuse a field that they do not know; lax ones ignore it, which the answers show.
+    """
     short = replace(sampling, max_tokens=2)
-    with_usage = replace(endpoint, asks_running_usage=True)
-    answer = await client.ask(with_usage, question, short, sampling.seed)
-    if answer.error is None and _counts(answer):
-        return with_usage
-    # Strict servers refuse the field; lax ones ignore it, which the counts of the answer show.
-    answer = await client.ask(endpoint, question, short, sampling.seed)
+    for has_usage, has_ids in ((True, True), (True, False), (False, True), (False, False)):
+        asking = replace(endpoint, asks_running_usage=has_usage, asks_token_ids=has_ids)
+        answer = await client.ask(asking, question, short, sampling.seed)
+        if answer.error is None and _counts(answer):
+            return asking
+        if answer.error is not None and (answer.status is None or answer.status < 400):
+            break  # nothing to do with what was asked for: it hangs, drops, or is no such server
     if answer.error is not None:
         hint = "; leave out --ignore-eos" if "ignore_eos" in answer.error else ""
         raise EndpointError(f"arm {arm}: {endpoint.url}: {answer.error}{hint}")
-    if not _counts(answer):
-        raise EndpointError(
-            f"arm {arm}: {endpoint.url} streams without usage though stream_options.include_usage "
-            "asks for it, so no token can be counted; use a server that reports usage"
-        )
-    return endpoint
+    raise EndpointError(
+        f"arm {arm}: {endpoint.url} streams without usage though stream_options.include_usage "
+        "asks for it, so no token can be counted; use a server that reports usage"
+    )
 
 
 def _counts(answer: Answer) -> bool:

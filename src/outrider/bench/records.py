@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cache
 from typing import Any, TypeVar
@@ -141,15 +141,38 @@ class SpeculativeCounts:
     accepted_per_position: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRecord:
-    """One request from the moment it should have been sent to its last byte.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What came of one request, as the client saw it.
 
-    ``scheduled_s`` is when the load wanted it sent, and what latencies count from; ``sent_s`` is
-    when its bytes left. ``block`` and ``position`` name its :class:`BlockRecord`. A chunk holds
-    text, or counted tokens without text (an end-of-sequence token); role announcements and closing
-    usage are no chunks. ``error`` is a sentence, None for a sound answer.
-    ``prompt_hash`` is over the messages as sent, ``served_model`` is what the answer named.
+    ``sent_s`` is when its bytes left. A chunk holds text, or counted tokens without text (an
+    end-of-sequence token); role announcements and closing usage are no chunks. ``error`` is a
+    sentence, None for a sound answer. ``served_model`` is what the answer named, ``token_hash``
+    names its token ids where the server told them.
+    """
+
+    sent_s: float
+    headers_s: float | None
+    ended_s: float
+    chunks: tuple[ChunkRecord, ...]
+    status: int | None
+    error: str | None
+    finish_reason: str | None
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    token_source: TokenSource
+    text: str
+    speculative: SpeculativeCounts | None
+    served_model: str | None = None
+    token_hash: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord(Answer):
+    """An answer, and which request it is to: from the moment it should have been sent.
+
+    ``scheduled_s`` is when the load wanted it sent, and what latencies count from. ``block`` and
+    ``position`` name its :class:`BlockRecord`. ``prompt_hash`` is over the messages as sent.
     """
 
     arm: str
@@ -159,20 +182,12 @@ class RequestRecord:
     prompt_id: str
     category: str
     scheduled_s: float
-    sent_s: float
-    headers_s: float | None
-    chunks: tuple[ChunkRecord, ...]
-    ended_s: float
-    status: int | None
-    error: str | None
-    finish_reason: str | None
-    prompt_tokens: int | None
-    completion_tokens: int | None
-    token_source: TokenSource
-    text: str
-    speculative: SpeculativeCounts | None
     prompt_hash: str = ""
-    served_model: str | None = None
+
+    @classmethod
+    def of(cls, answer: Answer, **place: Any) -> RequestRecord:
+        """The record of an answer; ``place`` are the fields that only the load knows."""
+        return cls(**{field.name: getattr(answer, field.name) for field in fields(Answer)}, **place)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from outrider.bench.drive import run_turn, warm_up_questions, warm_up_turn
 from outrider.bench.probe import Probed, probe
 from outrider.bench.records import (
     ArmRecord,
+    BlockKind,
     ClientProof,
     Load,
     RequestRecord,
@@ -125,14 +126,18 @@ class BenchSettings:
 class Progress:
     """Where a run is; ``left_s`` is None before anything was timed.
 
-    ``stage`` is a sentence. ``last`` are the requests of the turn that has just ended.
+    ``stage`` is a sentence. ``turn`` is the one that is under way, one of ``num_of_kind`` blocks of
+    its kind at its load; ``last`` are its requests once it has ended.
     """
 
     stage: str
     num_done: int
     num_turns: int
     left_s: float | None
+    turn: Turn | None = None
+    num_of_kind: int = 0
     last: Sequence[RequestRecord] = ()
+    is_block_done: bool = False
 
 
 OnProgress = Callable[[Progress], None]
@@ -225,7 +230,7 @@ class _Run:
         finally:
             for stack in self._servers.values():
                 await stack.aclose()
-        self._tell("measured", ())
+        self._tell("measured")
 
     async def _prove_client(self) -> ClientProof:
         self._tell("the client proves itself against a mock server")
@@ -301,8 +306,7 @@ class _Run:
             self._folder.write_turn(block, requests)
             self._warm[turn.arm] = turn.load
             num_warm_ups = 1
-        what = f"block {turn.number + 1} of {turn.kind.value} blocks"
-        self._tell(f"{turn.load.text}: {turn.arm}, {what}")
+        self._tell_turn(turn)
         block, requests = await run_turn(
             self._client,
             endpoint,
@@ -315,7 +319,7 @@ class _Run:
         self._folder.write_turn(block, requests)
         self._num_done += 1
         self._spent_s.append(self._client.clock() - begun_s)
-        self._tell(f"{turn.load.text}: {turn.arm}, {what}", requests)
+        self._tell_turn(turn, requests)
         return num_warm_ups
 
     def _refuse_dead(self, arm: str, requests: Sequence[RequestRecord]) -> None:
@@ -368,11 +372,23 @@ class _Run:
             details=probed.details,
         )
 
-    def _tell(self, stage: str, last: Sequence[RequestRecord] = ()) -> None:
+    def _tell(self, stage: str, **more: Any) -> None:
         num_left = len(self._turns) - self._num_done
         mean_s = sum(self._spent_s) / len(self._spent_s) if self._spent_s else None
         left_s = None if mean_s is None else mean_s * num_left
-        self._on_progress(Progress(stage, self._num_done, len(self._turns), left_s, last))
+        self._on_progress(Progress(stage, self._num_done, len(self._turns), left_s, **more))
+
+    def _tell_turn(self, turn: Turn, last: Sequence[RequestRecord] = ()) -> None:
+        """That a turn begins, or has ended."""
+        settings, is_aa = self._settings, turn.kind is BlockKind.AA
+        num_positions = 2 if is_aa else len(settings.arms)
+        self._tell(
+            f"{turn.load.text}: {turn.arm}",
+            turn=turn,
+            num_of_kind=settings.num_aa_blocks if is_aa else settings.num_blocks,
+            last=last,
+            is_block_done=bool(last) and turn.position == num_positions - 1,
+        )
 
 
 def _refuse_other(out: Path, there: Mapping[str, Any], asked: Mapping[str, Any]) -> None:

@@ -19,9 +19,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from outrider.bench.client import Answer, Client, Endpoint
+from outrider.bench.client import Client, Endpoint
 from outrider.bench.mock_server import FLOOD, PACED
-from outrider.bench.records import ClientProof, SamplingRecord
+from outrider.bench.records import Answer, ClientProof, SamplingRecord
 from outrider.bench.workloads import Question
 from outrider.errors import EndpointError
 

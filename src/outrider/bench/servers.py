@@ -1,6 +1,7 @@
 """Servers that a run starts itself: a process each, a port each, gone when the run is over.
 
-Owns processes and their logs. Whether a server may be measured is :mod:`outrider.bench.probe`'s
+Owns processes and their logs. Each is started through :mod:`outrider.bench.guardian`, which ends it
+should the run itself be killed. Whether a server may be measured is :mod:`outrider.bench.probe`'s
 question; which commands there are is :mod:`outrider.bench.arms`'s.
 """
 
@@ -10,13 +11,16 @@ import asyncio
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from outrider.bench import guardian
 from outrider.bench.arms import PORT
 from outrider.bench.client import Client, Endpoint
 from outrider.errors import EndpointError
@@ -45,20 +49,21 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     async def __aenter__(self) -> Self:
-        try:
-            with self._log.open("ab") as log:
-                self._process = await asyncio.create_subprocess_exec(
-                    *self.command,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=asyncio.subprocess.STDOUT,
-                    # A group of its own: Ctrl-C must reach the client alone, and the end everybody.
-                    start_new_session=True,
-                )
-        except OSError as problem:
+        if shutil.which(self.command[0]) is None:
             raise EndpointError(
-                f"arm {self.arm}: {shlex.join(self.command)} cannot be started: {problem.strerror}"
-            ) from None
+                f"arm {self.arm}: {shlex.join(self.command)} cannot be started: there is no "
+                f"program {self.command[0]}"
+            )
+        with self._log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                # Isolated and without site-packages: it needs neither, and starts in no time.
+                *(sys.executable, "-I", "-S", guardian.__file__, *self.command),
+                stdin=asyncio.subprocess.PIPE,  # held open, never written to
+                stdout=log,
+                stderr=asyncio.subprocess.STDOUT,
+                # A group of its own: Ctrl-C must reach the client alone, and the end everybody.
+                start_new_session=True,
+            )
         return self
 
     async def __aexit__(

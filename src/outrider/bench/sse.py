@@ -6,6 +6,7 @@ Owns the parsing of bytes into events, and the counting of tokens by chunk. Fed 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,7 @@ class AnswerReader:
     def __init__(self) -> None:
         self._pieces: list[_Piece] = []
         self._texts: list[str] = []
+        self._ids: list[int] = []
         self.finish_reason: str | None = None
         self.prompt_tokens: int | None = None
         self.completion_tokens: int | None = None
@@ -78,6 +80,13 @@ class AnswerReader:
     def text(self) -> str:
         """The answer so far."""
         return "".join(self._texts)
+
+    @property
+    def token_hash(self) -> str | None:
+        """Twelve hex digits of the answer's token ids; None where the server told none."""
+        if not self._ids:
+            return None
+        return hashlib.sha256(orjson.dumps(self._ids)).hexdigest()[:12]
 
     def feed(self, event: bytes, at_s: float) -> None:
         """Take in one event that arrived at ``at_s``.
@@ -110,6 +119,7 @@ class AnswerReader:
         self._texts.append(text)
         ids, logprobs = choice.get("token_ids"), _logprobs(choice.get("logprobs"))
         num_ids = len(ids) if isinstance(ids, list) else None
+        self._ids += ids if isinstance(ids, list) else ()
         self._pieces.append(_Piece(at_s, len(text), usage, num_ids, logprobs))
 
     def chunks(self) -> tuple[tuple[ChunkRecord, ...], TokenSource]:

@@ -1,10 +1,9 @@
 """Ratios of paired measurements with an interval; pure functions, no tensors.
 
 Owns the estimator that every speed comparison in the project uses: per pair the logarithm of the
-ratio, their mean with a Student t interval, and the exponential of both. Used by
-:mod:`outrider.commands.demo`, the scripts in ``benchmarks/`` and all judgement of
-:mod:`outrider.bench`; how many pairs a difference needs is in :mod:`outrider.bench.planning`.
-Knows neither models nor clocks.
+ratio, their mean with a Student t interval, and the exponential of both. Used by the scripts in
+``benchmarks/`` and all judgement of :mod:`outrider.bench`; how many pairs a difference needs is in
+:mod:`outrider.bench.planning`. Knows neither models nor clocks.
 """
 
 from __future__ import annotations

@@ -5,9 +5,13 @@ first, then the intervals; :mod:`outrider.bench.judgement` puts the cells of a r
 functions.
 
 * INVALID: a guard voided the comparison, or the baseline differed from itself.
-* GO: the interval's low end clears 1 + margin, p95 TTFT and goodput are shown not to be worse.
+* GO: the interval's low end clears 1 + margin, TTFT and goodput are shown not to be worse.
 * NO-GO: the high end does not clear 1 + margin, or TTFT or goodput are shown to be worse.
 * INCONCLUSIVE: anything else, with the blocks that are probably still needed.
+
+TTFT is judged at its 95th percentile where both arms have the requests for one. With fewer, the
+slowest of a handful would decide, so the same prompts are compared with each other instead, and
+the verdict says that the tail was not judged.
 """
 
 from __future__ import annotations
@@ -21,10 +25,11 @@ from typing import Any
 
 from outrider.bench.arm_guards import ARM_GUARDS
 from outrider.bench.findings import Finding, Severity, Sides, requests_of
-from outrider.bench.metrics import BlockMetrics, ServiceLevel
-from outrider.bench.output_guards import OUTPUT_GUARDS
+from outrider.bench.metrics import BlockMetrics, ServiceLevel, pooled
+from outrider.bench.output_guards import OUTPUT_GUARDS, Sameness, sameness
 from outrider.bench.planning import MIN_BLOCKS, POWER, NoiseFloor, blocks_needed
 from outrider.bench.records import ArmRecord, Load, Losslessness, RunRecord
+from outrider.bench.samples import MIN_SAMPLES, is_printable
 from outrider.bench.speedup import Speedup, conditions_of
 from outrider.bench.statistics import (
     CONFIDENCE,
@@ -80,8 +85,8 @@ class JudgeSettings:
 
     Attributes:
         margin: gain below which speculation is not worth its memory and its risk.
-        ttft_tolerance: how much longer p95 TTFT may be; ``goodput_tolerance`` likewise, as a share
-            of the baseline's goodput.
+        ttft_tolerance: how much longer TTFT may be; ``goodput_tolerance`` likewise, as a share of
+            the baseline's goodput.
         tie_margin: how much faster the less simple of two methods must be shown to be.
         level: what a good request keeps; without any limit goodput is not judged.
 
@@ -143,6 +148,39 @@ class JudgeSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class TtftChange:
+    """Time to first token as a ratio to the baseline's, per-block logarithms with it.
+
+    ``is_tail`` says whether it is of 95th percentiles, or of the same prompts' times.
+    """
+
+    is_tail: bool
+    num_requests: int
+    logs: tuple[float, ...]
+    interval: RatioInterval
+
+    @property
+    def name(self) -> str:
+        """What was compared."""
+        return "p95 TTFT" if self.is_tail else "the same prompts' TTFT"
+
+    @property
+    def gap(self) -> str:
+        """What could not be judged; empty where all was."""
+        if self.is_tail:
+            return ""
+        return (
+            f"p95 TTFT is not judged: {self.num_requests} requests per arm of the "
+            f"{MIN_SAMPLES[95]} that it needs"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a JSON document."""
+        fields = {"of": self.name, "num_requests": self.num_requests}
+        return fields | self.interval.to_json()
+
+
+@dataclass(frozen=True, slots=True)
 class Cell:
     """One arm at one load: the verdict, its reasons and everything it rests on.
 
@@ -159,11 +197,16 @@ class Cell:
     sides: Sides
     logs: dict[int, float]
     speedup: Speedup | None = None
-    ttft: RatioInterval | None = None
+    ttft: TtftChange | None = None
     goodput: MeanInterval | None = None
     p_value: float = 1.0
     sign_flip_p: float = 1.0
     blocks_needed: int | None = None
+
+    @property
+    def same(self) -> Sameness:
+        """How many of its answers are the baseline's."""
+        return sameness(self.sides)
 
     @property
     def sentence(self) -> str:
@@ -173,6 +216,7 @@ class Cell:
             told = f"{self.verdict}: {self.speedup}"
         parts = list(self.reasons)
         if self.verdict is Verdict.GO:
+            parts += [self.ttft.gap] if self.ttft is not None and self.ttft.gap else []
             parts.append(lossless_sentence(self.arm))
         return f"{told}; {'; '.join(parts)}" if parts else told
 
@@ -187,11 +231,12 @@ class Cell:
             "metric": str(self.metric),
             "speedup": None if self.speedup is None else self.speedup.to_json(),
             "log_ratios": {str(index): value for index, value in self.logs.items()},
-            "ttft_p95_ratio": None if self.ttft is None else self.ttft.to_json(),
+            "ttft_ratio": None if self.ttft is None else self.ttft.to_json(),
             "goodput_change": None if self.goodput is None else self.goodput.to_json(),
             "p_value": self.p_value,
             "sign_flip_p": self.sign_flip_p,
             "blocks_needed": self.blocks_needed,
+            "same_answers": self.same.to_json(),
             "losslessness": str(self.arm.losslessness),
             "losslessness_detail": self.arm.losslessness_detail,
         }
@@ -292,17 +337,16 @@ def _weigh(
     elif interval.low <= wanted:
         unclear.append(f"a gain of {settings.margin:.0%} is within its interval")
         needed.append(_needed(logs, math.log(wanted), interval.confidence, settings))
-    if cell.ttft is not None and cell.ttft.low is not None and cell.ttft.high is not None:
-        allowed, seen = (
-            1.0 + settings.ttft_tolerance,
-            f"p95 TTFT is {cell.ttft} times the baseline's",
-        )
-        if cell.ttft.low > allowed:
-            against.append(f"{seen} (allowed {allowed:.2f})")
-        elif cell.ttft.high > allowed:
-            unclear.append(f"{seen} (allowed {allowed:.2f})")
-            ttft_logs = list(paired_logs(cell.sides, _p95_ttft).values())
-            needed.append(_needed(ttft_logs, math.log(allowed), settings.confidence, settings))
+    ttft = None if cell.ttft is None else cell.ttft.interval
+    if cell.ttft is not None and ttft is not None and None not in (ttft.low, ttft.high):
+        allowed = 1.0 + settings.ttft_tolerance
+        seen = f"{cell.ttft.name} is {ttft} times the baseline's (allowed {allowed:.2f})"
+        if (ttft.low or 0.0) > allowed:
+            against.append(seen)
+        elif (ttft.high or 0.0) > allowed:
+            unclear.append(seen)
+            bound = math.log(allowed)
+            needed.append(_needed(cell.ttft.logs, bound, settings.confidence, settings))
     if cell.goodput is not None and cell.goodput.low is not None and cell.goodput.high is not None:
         seen = f"goodput ({settings.level.text}) changed by {cell.goodput.mean:+.0%}"
         if cell.goodput.high < -settings.goodput_tolerance:
@@ -347,9 +391,24 @@ def _p95_ttft(block: BlockMetrics) -> float | None:
     return block.percentile("ttft_s", 95)
 
 
-def _ttft(sides: Sides, settings: JudgeSettings) -> RatioInterval | None:
-    logs = list(paired_logs(sides, _p95_ttft).values())
-    return log_interval(logs, settings.confidence) if logs else None
+def _ttft(sides: Sides, settings: JudgeSettings) -> TtftChange | None:
+    """At the 95th percentile if both arms have the requests for one, else prompt by prompt."""
+    num_requests = min(len(pooled(blocks, "ttft_s")) for _, blocks in sides.named)
+    is_tail = is_printable(num_requests, 95)
+    logs = list(paired_logs(sides, _p95_ttft).values()) if is_tail else _ttft_logs(sides)
+    if not logs:
+        return None
+    return TtftChange(is_tail, num_requests, tuple(logs), log_interval(logs, settings.confidence))
+
+
+def _ttft_logs(sides: Sides) -> list[float]:
+    """Per block, the mean logarithm of the ratio over the same prompts."""
+    by_block: dict[int, list[float]] = {}
+    for left, right in sides.pairs():
+        if left.ttft_s and right.ttft_s and min(left.ttft_s, right.ttft_s) > 0.0:
+            of_block = by_block.setdefault(left.record.block, [])
+            of_block.append(math.log(right.ttft_s / left.ttft_s))
+    return [fmean(logs) for logs in by_block.values()]
 
 
 def _goodput_changes(sides: Sides, settings: JudgeSettings) -> list[float]:

@@ -1,8 +1,9 @@
-"""``outrider bench``: measure, judge, show; and what a person sees meanwhile.
+"""``outrider bench`` and ``demo``: measure, judge, show; and the way on when it is interrupted.
 
-Owns the progress, the interruption and the order of the two halves: :mod:`outrider.bench.run`
-measures into a folder, :mod:`outrider.bench.judgement` judges what is in it. ``--from`` does the
-second half alone, so a report can be made anew, elsewhere, by a later version.
+Owns the order of the two halves: :mod:`outrider.bench.run` measures into a folder,
+:mod:`outrider.bench.judgement` judges what is in it. ``--from`` does the second half alone, so a
+report can be made anew, elsewhere, by a later version. What a person sees meanwhile is
+:mod:`outrider.commands.bench_display`'s.
 """
 
 from __future__ import annotations
@@ -17,35 +18,75 @@ from pathlib import Path
 
 from outrider.bench.blocks import plan_turns
 from outrider.bench.judgement import judge
-from outrider.bench.records import RequestRecord, RunData
-from outrider.bench.run import BenchSettings, Progress, run_bench
+from outrider.bench.records import RunData
+from outrider.bench.run import BenchSettings, run_bench
 from outrider.bench.store import RunFolder, complete_indices, read_run
-from outrider.bench.workloads import Workload
+from outrider.bench.workloads import Workload, load_workload
 from outrider.commands import console
+from outrider.commands.bench_display import Display
+from outrider.commands.bench_options import WorkloadOptions
 from outrider.errors import OutriderError, PromptError
 from outrider.report.console import console_report
 from outrider.report.files import write_report
 from outrider.report.summary import summary_text
 
 EXIT_INTERRUPTED = 130
+_DEMO_TOKENS, _MIN_DEMO_TOKENS, _MAX_DEMO_TOKENS = 200, 24, 64
 
 
-def default_folder() -> Path:
+def demo_tokens(num_arms: int) -> int:
+    """Most tokens per answer with which a demonstration of so many arms takes under 10 minutes."""
+    return min(max(_DEMO_TOKENS // num_arms, _MIN_DEMO_TOKENS), _MAX_DEMO_TOKENS)
+
+
+def new_folder(verb: str) -> Path:
     """Where a run goes that was not told: a new folder here, named by the time."""
-    return Path(f"outrider-bench-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+    return Path(f"outrider-{verb}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
 
 
-def refuse_random(workload: Workload, *, is_allowed: bool) -> None:
-    """Random tokens depress acceptance as no user's text does.
+def read_prompts(options: WorkloadOptions) -> Workload:
+    """The chosen prompts; random tokens, on which no drafter was made to work, only if meant.
 
     Raises:
-        PromptError: the prompts look random, and nobody said that this is meant.
+        ParameterError: a choice is out of range.
+        PromptError: a line is no prompt, none is left, or they look random and nobody said that
+            this is meant.
     """
-    if workload.record.is_random and not is_allowed:
+    workload = load_workload(options.prompts, options.selection())
+    if workload.record.is_random and not options.allow_random_prompts:
         raise PromptError(
             f"{workload.record.source}: the prompts look like random tokens, on which acceptance "
             "says nothing about real text; give real prompts, or --allow-random-prompts"
         )
+    return workload
+
+
+def run(
+    settings: BenchSettings,
+    workload: Workload,
+    out: Path,
+    typed: Sequence[str],
+    *,
+    json: bool = False,
+    csv: bool = False,
+) -> int:
+    """Measure what is missing in ``out`` and show what it says; the exit status.
+
+    Raises:
+        OutriderError: as :func:`outrider.bench.run.run_bench` and :func:`present`.
+    """
+    data = measure(settings, workload, out, typed)
+    return EXIT_INTERRUPTED if data is None else present(data, out, json=json, csv=csv)
+
+
+def judge_again(folder: Path, *, json: bool, csv: bool) -> int:
+    """Show what a folder's records say; the exit status.
+
+    Raises:
+        RecordError: it holds no run.
+        OutriderError: as :func:`present`.
+    """
+    return present(read_run(folder), folder, json=json, csv=csv)
 
 
 def measure(
@@ -61,8 +102,8 @@ def measure(
     begin = "goes on" if RunFolder(out).holds_run() else "begins"
     console.note(f"outrider: the run {begin} in {out}")
     try:
-        with console.Stages() as stages:
-            return asyncio.run(_until_told_to_stop(settings, workload, out, stages))
+        with Display() as display:
+            return asyncio.run(_until_told_to_stop(settings, workload, out, display))
     except (KeyboardInterrupt, asyncio.CancelledError):
         _tell_way_on(settings, out, typed, "interrupted")
         return None
@@ -72,38 +113,14 @@ def measure(
 
 
 async def _until_told_to_stop(
-    settings: BenchSettings, workload: Workload, out: Path, stages: console.Stages
+    settings: BenchSettings, workload: Workload, out: Path, display: Display
 ) -> RunData:
     """Measure; SIGTERM and a closed terminal end it as Ctrl-C does, so that no server is left."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     for sign in (signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(sign, task.cancel)
-    return await run_bench(settings, workload, out, lambda progress: _show(stages, progress))
-
-
-def progress_text(progress: Progress) -> str:
-    """One line: what is going on, how far, how long it will take."""
-    text = f"{progress.stage} [{progress.num_done} of {progress.num_turns} turns"
-    if progress.left_s is not None and progress.num_done < progress.num_turns:
-        text += f", about {console.format_seconds(progress.left_s)} left"
-    text += "]"
-    rate = _rate(progress.last)
-    return text if rate is None else f"{text} {rate:.1f} tokens/s"
-
-
-def _show(stages: console.Stages, progress: Progress) -> None:
-    fraction = progress.num_done / progress.num_turns if progress.num_turns else None
-    stages(progress_text(progress), fraction)
-
-
-def _rate(requests: Sequence[RequestRecord]) -> float | None:
-    """Output tokens over the time of a turn; a glimpse, not a figure."""
-    num_tokens = sum(request.completion_tokens or 0 for request in requests)
-    if not num_tokens:
-        return None
-    seconds = max(r.ended_s for r in requests) - min(r.sent_s for r in requests)
-    return num_tokens / seconds if seconds > 0.0 else None
+    return await run_bench(settings, workload, out, display)
 
 
 def _tell_way_on(settings: BenchSettings, out: Path, typed: Sequence[str], what: str) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Group, Parameter
 
+from outrider.commands import console
 from outrider.commands.options import EngineOptions, whole_number
 from outrider.config import METHODS_WITH_HEAD, Method, SamplingParams
 from outrider.errors import ParameterError, UsageError
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from outrider.bench.run import BenchSettings
     from outrider.bench.workloads import Selection
 
-DEFAULT_METHODS = "off,ngram"
 DEFAULT_CONCURRENCY = "1,4"
 _FREE_BATCH = 16  # of our own server under loads that do not say how much runs at once
 
@@ -53,7 +53,8 @@ class ArmOptions:
         str | None,
         _flag(
             "Comma-separated: off,ngram,eagle3,eagle3-tree,eagle3-tree+ngram ... Each is served by "
-            f"a server of its own. Without it, --target and --serve: {DEFAULT_METHODS}."
+            "a server of its own. Without it, --target and --serve: off, ngram, and the best shape "
+            "of every head that there is for the model."
         ),
     ] = None
     head: Annotated[list[str], _many("METHOD=DIR, a head that does not ship for the model.")] = (
@@ -77,11 +78,13 @@ class ArmOptions:
         _flag("Stop one started server before the next starts; for little memory.", negative=""),
     ] = False
 
-    def specs(self, engine: EngineOptions, loads: Sequence[Load]) -> tuple[ArmSpec, ...]:
-        """The checked arms, the baseline first.
+    def specs(
+        self, engine: EngineOptions, loads: Sequence[Load], *, every_shape: bool = False
+    ) -> tuple[ArmSpec, ...]:
+        """The checked arms, the baseline first; ``every_shape`` of the best head without --methods.
 
         Raises:
-            ParameterError: as :func:`engine_arms` and :func:`given_arms`.
+            ParameterError: as :func:`engine_arms`, :func:`given_arms` and :func:`chosen_methods`.
             UsageError: flags for our own engine together with other servers.
         """
         from outrider.bench.arms import EngineFlags, engine_arms, given_arms
@@ -104,7 +107,13 @@ class ArmOptions:
             max_model_len=engine.max_model_len,
             heads=_heads(self.head),
         )
-        methods = [word.strip() for word in (self.methods or DEFAULT_METHODS).split(",")]
+        asked = [] if self.methods is None else [w.strip() for w in self.methods.split(",")]
+        with console.Stages() as stages:
+            from outrider.commands.available import chosen_methods
+
+            methods = chosen_methods(
+                asked, engine.model, flags.heads, stages, every_shape=every_shape
+            )
         batch = max((load.concurrency or _FREE_BATCH for load in loads), default=_FREE_BATCH)
         return tuple(engine_arms(methods, flags, batch))
 

@@ -13,11 +13,13 @@ from rich.console import RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from outrider.bench.costmodel import MIN_LOADS
 from outrider.bench.findings import Severity
 from outrider.bench.judgement import Judgement
 from outrider.bench.verdict import Verdict
 from outrider.report.tables import (
     Table,
+    category_table,
     contrast_table,
     latency_table,
     verdict_table,
@@ -37,11 +39,16 @@ def console_report(judgement: Judgement) -> list[RenderableType]:
         Text(judgement.headline, style=_STYLES[judgement.verdict]),
         *(Text(f"note: {remark}") for remark in judgement.remarks),
         Text(),
-        _rich(verdict_table(judgement)),
-        _rich(latency_table(judgement)),
+        *_rich(verdict_table(judgement)),
+        *_rich(category_table(judgement, groups_only=True)),
+        *_rich(contrast_table(judgement, all_pairs=False)),
+        *_rich(latency_table(judgement)),
     ]
-    if judgement.contrasts:
-        parts.append(_rich(contrast_table(judgement)))
+    parts += [
+        Text(f"{arm.name}: {judgement.same_answers(arm)}")
+        for arm in judgement.data.run.arms
+        if not arm.is_baseline
+    ]
     parts += [Text(f"{name}: {found.text}") for name, found in judgement.break_evens.items()]
     parts += [
         Text(f"{load.text}: {judgement.noise[load.name].text}")
@@ -51,7 +58,7 @@ def console_report(judgement: Judgement) -> list[RenderableType]:
     parts += [
         Text(f"{name}: projection hidden: {projection.reason}")
         for name, projection in judgement.projections.items()
-        if not projection.is_shown
+        if not projection.is_shown and len(judgement.data.run.loads) >= MIN_LOADS
     ]
     parts += _findings(judgement)
     return parts
@@ -69,14 +76,17 @@ def _findings(judgement: Judgement) -> list[RenderableType]:
     ]  # fmt: skip
 
 
-def _rich(table: Table) -> RichTable:
-    """A table whose cells are taken literally and fold rather than vanish when space is short."""
+def _rich(table: Table) -> list[RenderableType]:
+    """A table whose cells are taken literally and fold rather than vanish when space is short.
+
+    With its note as text below, which has the whole width; nothing of an empty table.
+    """
+    if not table.rows:
+        return []
     drawn = RichTable(
         title=Text(table.title),
         title_justify="left",
         title_style="bold",
-        caption=Text(table.note) if table.note else None,
-        caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
@@ -86,4 +96,4 @@ def _rich(table: Table) -> RichTable:
         drawn.add_column(Text(name, justify=justify), justify=justify, overflow="fold")
     for row in table.rows:
         drawn.add_row(*(Text(cell) for cell in row))
-    return drawn
+    return [drawn, Text(table.note, style="dim"), Text()]

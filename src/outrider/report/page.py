@@ -13,6 +13,7 @@ from outrider.bench.verdict import Verdict
 from outrider.report.charts import charts
 from outrider.report.tables import (
     acceptance_table,
+    category_table,
     conditions_tables,
     contrast_table,
     findings_table,
@@ -38,6 +39,7 @@ def page(judgement: Judgement) -> str:
         trim_blocks=False,
     )
     tables = [
+        category_table(judgement, groups_only=False),
         latency_table(judgement),
         acceptance_table(judgement),
         contrast_table(judgement),
@@ -64,6 +66,14 @@ def page(judgement: Judgement) -> str:
             (
                 "Not GO, and why",
                 [c.sentence for c in judgement.cells if c.verdict is not Verdict.GO],
+            ),
+            (
+                "Answers compared with plain decoding's",
+                [
+                    f"{arm.name}: {judgement.same_answers(arm)}"
+                    for arm in run.arms
+                    if not arm.is_baseline
+                ],
             ),
             (
                 "Break-even",

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from outrider.bench.categories import category_ratios
 from outrider.bench.judgement import ArmAtLoad, Judgement
 from outrider.bench.metrics import distribution, pooled
 from outrider.bench.plan import make_plan
@@ -50,7 +51,10 @@ def summary(judgement: Judgement) -> dict[str, Any]:
             "num_blocks": len(judgement.data.blocks),
             "num_requests": len(judgement.data.requests),
         },
-        "cells": [cell.to_json() for cell in judgement.cells],
+        "cells": [
+            cell.to_json() | {"categories": [one.to_json() for one in category_ratios(cell)]}
+            for cell in judgement.cells
+        ],
         "figures": [_figures(judgement, entry) for entry in judgement.arms],
         "noise": {name: floor.to_json() for name, floor in judgement.noise.items()},
         "break_even": {name: found.to_json() for name, found in judgement.break_evens.items()},

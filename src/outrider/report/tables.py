@@ -7,11 +7,12 @@ Owns which figures stand together and under which title; every ratio is taken ou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from outrider.bench.acceptance import UNAVAILABLE
+from outrider.bench.categories import CategoryRatio, category_ratios
 from outrider.bench.judgement import ArmAtLoad, Judgement
 from outrider.bench.metrics import pooled
 from outrider.bench.planning import detectable_ratio
@@ -46,16 +47,24 @@ def verdict_table(judgement: Judgement) -> Table:
     """One row per arm and load: what decides, and the decision."""
     title = f"Speculation against {judgement.data.run.baseline.name}, {workload_title(judgement)}"
     metrics = list(dict.fromkeys(str(cell.metric) for cell in judgement.cells))
+    ttfts = list(dict.fromkeys(cell.ttft.name for cell in judgement.cells if cell.ttft is not None))
+    goodput = f" Goodput: {judgement.settings.level.text}." if _has_goodput(judgement) else ""
     return Table(
         title,
-        ("load", "method", "verdict", "ratio", "plain", "method's", "p95 TTFT", "goodput",
-         "accepted", "blocks"),
+        ("load", "method", "verdict", "plain", "method's", "ratio", "TTFT ratio",
+         *(["goodput"] if goodput else []), "accepted", "blocks"),
         tuple(_verdict_row(judgement, cell, title) for cell in judgement.cells),
         numbers_from=3,
-        note=f"Ratio, plain and method's: {', '.join(metrics)}. Ratios with "
+        note=f"Plain, method's and their ratio: {' or '.join(metrics)}, with "
         f"{judgement.settings.confidence:.0%} intervals, wider where several methods share the "
-        "baseline. p95 TTFT: as a ratio. Accepted: acceptance length, the bonus token included.",
+        f"baseline. TTFT ratio: of {' or '.join(ttfts) or 'nothing'}.{goodput} Accepted: tokens "
+        "per verify step, the bonus token included.",
     )  # fmt: skip
+
+
+def _has_goodput(judgement: Judgement) -> bool:
+    """Whether a service level was set; without one the column would be empty."""
+    return judgement.settings.level.is_set
 
 
 def _verdict_row(judgement: Judgement, cell: Cell, title: str) -> tuple[str, ...]:
@@ -69,38 +78,93 @@ def _verdict_row(judgement: Judgement, cell: Cell, title: str) -> tuple[str, ...
         [value for block in blocks if (value := cell.metric.of(block)) is not None]
         for blocks in (cell.sides.baseline, cell.sides.speculative)
     ]
+    goodput = NONE if cell.goodput is None else f"{cell.goodput.mean:+.0%}"
     return (
         cell.load.text,
         cell.arm.name,
         str(cell.verdict),
-        ratio,
         *(f"{fmean(values):.1f}" if values else NONE for values in rates),
-        str(cell.ttft) if cell.ttft is not None and is_valid else NONE,
-        NONE if cell.goodput is None else f"{cell.goodput.mean:+.0%}",
+        ratio,
+        str(cell.ttft.interval) if cell.ttft is not None and is_valid else NONE,
+        *([goodput] if _has_goodput(judgement) else []),
         UNAVAILABLE if acceptance is None else acceptance.text,
         str(len(cell.logs)),
     )
 
 
+def category_table(judgement: Judgement, *, groups_only: bool) -> Table:
+    """One row per load and category or group of them, a column per method.
+
+    With ``groups_only`` the groups alone, or the categories where there are no groups.
+    """
+    title = f"Ratio by kind of prompt, {workload_title(judgement)}"
+    methods = [arm.name for arm in judgement.data.run.arms if not arm.is_baseline]
+    rows = []
+    for load in judgement.data.run.loads:
+        found = {
+            cell.arm.name: category_ratios(cell) for cell in judgement.cells if cell.load == load
+        }
+        first = max(found.values(), key=len, default=[])
+        has_groups = any(entry.is_group for entry in first)
+        for entry in first:
+            if groups_only and has_groups and not entry.is_group:
+                continue
+            mine = [_named(found.get(method, []), entry.name) for method in methods]
+            indent = (
+                "" if entry.is_group or not has_groups or groups_only else "\N{NO-BREAK SPACE}" * 2
+            )
+            rows.append(
+                (
+                    load.text,
+                    f"{indent}{entry.name}",
+                    str(entry.num_prompts),
+                    *(
+                        NONE if one is None else one.speedup.within(f"{title} {load.text}")
+                        for one in mine
+                    ),
+                )
+            )
+    return Table(
+        title,
+        ("load", "prompts", "number", *methods),
+        tuple(rows),
+        numbers_from=2,
+        note="Output tokens/s per user over plain decoding's, prompt by prompt, with 95% intervals "
+        "over blocks.",
+    )
+
+
+def _named(ratios: Sequence[CategoryRatio], name: str) -> CategoryRatio | None:
+    return next((ratio for ratio in ratios if ratio.name == name), None)
+
+
 def latency_table(judgement: Judgement) -> Table:
-    """One row per arm and load, the baseline too: what users saw."""
+    """One row per arm and load, the baseline too: what users saw.
+
+    The tail is the highest percentile that every row has the requests for; gaps have more.
+    """
+    fewest = min((len(pooled(e.blocks, "ttft_s")) for e in judgement.arms), default=0)
+    tail = next((percent for percent in (95, 90, 75) if is_printable(fewest, percent)), None)
+    percents = {name: (50, *([tail] if tail else [])) for name in ("ttft_s", "tpot_s")}
+    percents["chunk_gap_s"] = (50, 95)
+    words = {"ttft_s": "TTFT", "tpot_s": "TPOT", "chunk_gap_s": "gap"}
+    columns = [f"{words[name]} p{each}" for name, these in percents.items() for each in these]
     return Table(
         f"Latencies and rates, {workload_title(judgement)}",
-        ("load", "method", "TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95", "gap p50", "gap p95",
-         "per user", "aggregate"),
-        tuple(_latency_row(entry) for entry in judgement.arms),
+        ("load", "method", *columns, "per user", "aggregate"),
+        tuple(_latency_row(entry, percents) for entry in judgement.arms),
         numbers_from=2,
         note="Milliseconds and output tokens/s, over all blocks. TTFT and rates count from when a "
         "request was due. A gap lies between two chunks, however many tokens they hold. A "
         f"95th percentile needs {MIN_SAMPLES[95]} samples.",
-    )  # fmt: skip
+    )
 
 
-def _latency_row(entry: ArmAtLoad) -> tuple[str, ...]:
+def _latency_row(entry: ArmAtLoad, percents: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
     cells = [
         _milliseconds(pooled(entry.blocks, name), percent)
-        for name in ("ttft_s", "tpot_s", "chunk_gap_s")
-        for percent in (50, 95)
+        for name, these in percents.items()
+        for percent in these
     ]
     for rates in (
         [block.user_rate for block in entry.blocks],
@@ -162,10 +226,27 @@ def _acceptance_row(entry: ArmAtLoad) -> tuple[str, ...]:
     )
 
 
-def contrast_table(judgement: Judgement) -> Table:
-    """Methods against each other, tree against linear first."""
+def contrast_table(judgement: Judgement, *, all_pairs: bool = True) -> Table:
+    """Methods against each other, tree against linear first.
+
+    Without ``all_pairs`` only tree against linear and the winner against the others, where there is
+    a winner: with many methods most pairs decide nothing.
+    """
     title = f"Methods against each other, {workload_title(judgement)}"
-    ordered = sorted(judgement.contrasts, key=lambda contrast: not contrast.is_tree_against_linear)
+    winner = judgement.winner
+    shown = [
+        contrast
+        for contrast in judgement.contrasts
+        if all_pairs
+        or winner is None
+        or contrast.is_tree_against_linear
+        or winner.name in (contrast.other.name, contrast.simpler.name)
+    ]
+    notes = {
+        id(contrast): "their other settings differ"
+        for contrast in shown
+        if contrast.is_tree_against_linear and not contrast.is_matched
+    }
     rows = tuple(
         (
             contrast.load.text,
@@ -173,13 +254,13 @@ def contrast_table(judgement: Judgement) -> Table:
             contrast.simpler.name,
             contrast.speedup.within(f"{title} {contrast.load.text}"),
             f"{contrast.winner.name}{' (tie: the simpler)' if contrast.is_tie else ''}",
-            "" if contrast.is_matched else "their other settings differ",
+            *([notes.get(id(contrast), "")] if notes else []),
         )
-        for contrast in ordered
+        for contrast in sorted(shown, key=lambda contrast: not contrast.is_tree_against_linear)
     )
     return Table(
         title,
-        ("load", "method", "over", "ratio", "deploy", "note"),
+        ("load", "method", "over", "ratio", "deploy", *(["note"] if notes else [])),
         rows,
         numbers_from=3,
         note="On the same blocks, so the baseline cancels out. The simpler one wins unless the "

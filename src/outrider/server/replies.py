@@ -112,6 +112,13 @@ def answer_logprobs(
     return entries[:-1] if entries[-1].token_id in stop_ids else entries
 
 
+def token_ids(completion: Completion | None, *, is_wanted: bool) -> dict[str, Any]:
+    """The field with a finished answer's ids, where it was asked for."""
+    if completion is None or not is_wanted:
+        return {}
+    return {"token_ids": list(completion.token_ids)}
+
+
 def chat_choice(
     index: int,
     completion: Completion,
@@ -161,12 +168,14 @@ class ChatDeltas:
         stop_ids: frozenset[int],
         *,
         wants_logprobs: bool,
+        wants_ids: bool = False,
     ) -> None:
         self._index = index
         self._plan = plan
         self._writer = writer
         self._stop_ids = stop_ids
         self._wants_logprobs = wants_logprobs
+        self._wants_ids = wants_ids
         self._held = ""
         self._held_logprobs: list[TokenLogprobs] = []
         self._is_text = plan is None
@@ -200,7 +209,9 @@ class ChatDeltas:
         self._held, self._held_logprobs = "", []
         reason = None if completion is None else finish_reason(completion, calls)
         written = self._writer.chat(entries or ()) if self._wants_logprobs else None
-        return self._choice(delta, written, reason)
+        return self._choice(delta, written, reason) | token_ids(
+            completion, is_wanted=self._wants_ids
+        )
 
     def _choice(
         self, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None
@@ -224,12 +235,14 @@ class TextDeltas:
         stop_ids: frozenset[int],
         *,
         wants_logprobs: bool,
+        wants_ids: bool = False,
     ) -> None:
         self._index = index
         self._echoed = echoed
         self._writer = writer
         self._stop_ids = stop_ids
         self._wants_logprobs = wants_logprobs
+        self._wants_ids = wants_ids
         self._num_chars = 0
 
     def feed(
@@ -246,6 +259,7 @@ class TextDeltas:
             "text": written,
             "logprobs": self._logprobs(entries),
             "finish_reason": None if completion is None else finish_reason(completion, ()),
+            **token_ids(completion, is_wanted=self._wants_ids),
         }
 
     def _logprobs(self, entries: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:

@@ -24,6 +24,7 @@ from outrider.server.replies import (
     Totals,
     chat_choice,
     text_choice,
+    token_ids,
 )
 from outrider.server.schemas import ChatRequest, CompletionRequest, Sampling
 from outrider.server.service import Service, salt_of
@@ -133,7 +134,12 @@ class OpenAIRoutes:
             header = self._header("chat.completion.chunk", "chatcmpl")
             deltas = [
                 ChatDeltas(
-                    index, plan, service.writer, stop_ids, wants_logprobs=bool(body.logprobs)
+                    index,
+                    plan,
+                    service.writer,
+                    stop_ids,
+                    wants_logprobs=bool(body.logprobs),
+                    wants_ids=bool(body.return_token_ids),
                 )
                 for index in range(prepared.num_choices)
             ]
@@ -141,7 +147,8 @@ class OpenAIRoutes:
             return self._respond(body, replace(stream, opening=[d.role() for d in deltas]))
 
         def choice(index: int, completion: Completion) -> dict[str, Any]:
-            return chat_choice(index, completion, plan, service.writer, stop_ids)
+            told = chat_choice(index, completion, plan, service.writer, stop_ids)
+            return told | token_ids(completion, is_wanted=bool(body.return_token_ids))
 
         header = self._header("chat.completion", "chatcmpl")
         return await self._whole(request, prepared, answers, header, choice)
@@ -167,7 +174,12 @@ class OpenAIRoutes:
         if body.stream:
             deltas = [
                 TextDeltas(
-                    index, text, service.writer, stop_ids, wants_logprobs=body.logprobs is not None
+                    index,
+                    text,
+                    service.writer,
+                    stop_ids,
+                    wants_logprobs=body.logprobs is not None,
+                    wants_ids=bool(body.return_token_ids),
                 )
                 for index, text in enumerate(echoed)
             ]
@@ -175,7 +187,8 @@ class OpenAIRoutes:
             return self._respond(body, stream)
 
         def choice(index: int, completion: Completion) -> dict[str, Any]:
-            return text_choice(index, completion, echoed[index], service.writer, stop_ids)
+            told = text_choice(index, completion, echoed[index], service.writer, stop_ids)
+            return told | token_ids(completion, is_wanted=bool(body.return_token_ids))
 
         return await self._whole(request, prepared, answers, header, choice)
 

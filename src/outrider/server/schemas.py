@@ -70,6 +70,9 @@ class Sampling(Strict):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
+    return_token_ids: bool | None = Field(
+        None, description="Each choice has the ids of its answer; in a stream, its last chunk."
+    )
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -1,0 +1,88 @@
+"""Which ways to draft a model has, before anything of it runs.
+
+Owns the choice where no ``--methods`` were given, and the early no to a method that has no head:
+a server that finds out for itself takes half a minute. A method can draft where a head was given,
+ships for the model, or is a module inside its checkpoint. Reads headers and hashes only. Used by
+:mod:`outrider.commands.bench_options`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from outrider.bench.methods import ArmName, all_names
+from outrider.config import METHODS_WITH_HEAD, Method
+from outrider.errors import ParameterError
+from outrider.models.loading import load
+from outrider.models.loading.heads import has_mtp, shipped_heads
+from outrider.models.loading.hub import display_name, resolve
+from outrider.types import ProgressCallback
+
+# The shape in which each method does best.
+_BEST = {
+    Method.NGRAM: ArmName(Method.NGRAM),
+    Method.DRAFT: ArmName(Method.DRAFT),
+    Method.MEDUSA: ArmName(Method.MEDUSA, is_tree=True),
+    Method.MTP: ArmName(Method.MTP, is_tree=True),
+    Method.EAGLE3: ArmName(Method.EAGLE3, is_tree=True, with_ngram=True),
+}
+
+
+def chosen_methods(
+    asked: Sequence[str],
+    model: str,
+    heads: Mapping[str, str],
+    on_progress: ProgressCallback,
+    *,
+    every_shape: bool = False,
+) -> list[str]:
+    """What was asked for if it can draft; without any, plain decoding and :func:`default_names`.
+
+    ``heads`` are those given, by method. The model is fetched if it is not there.
+
+    Raises:
+        ParameterError: an unknown method, or one without a head.
+        OutriderError: the model cannot be had or opened.
+    """
+    names = [ArmName.parse(word) for word in asked if word != Method.OFF]
+    if names and all(n.method not in METHODS_WITH_HEAD or n.method in heads for n in names):
+        return list(asked)
+    path = resolve(model, pull=True, on_progress=on_progress)
+    there = (Method.NGRAM, *with_heads(path, heads))
+    if not names:
+        return [Method.OFF.value, *map(str, default_names(there, every_shape=every_shape))]
+    for name in names:
+        if name.method not in there:
+            known = ", ".join(str(one) for one in all_names(there))
+            raise ParameterError(
+                f"--methods: {name} has no head for {display_name(path)}; there are: {known}; or "
+                f"give a head with --head {name.method}=DIR"
+            )
+    return list(asked)
+
+
+def with_heads(path: Path, given: Collection[str]) -> list[Method]:
+    """The methods that a head is there for, in the methods' order.
+
+    Raises:
+        CheckpointError: the model's files, or a head in the package, are damaged.
+    """
+    checkpoint = load(path)
+    shipped = shipped_heads(checkpoint.weights_hash, checkpoint.tokenizer.fingerprint)
+    found = {*given, *(head.method for head in shipped)}
+    if has_mtp(path):
+        found.add(Method.MTP)
+    return [method for method in METHODS_WITH_HEAD if method in found]
+
+
+def default_names(there: Sequence[Method], *, every_shape: bool) -> list[ArmName]:
+    """The best shape of each method; with every shape, also those of the last, the best of them.
+
+    Beside a head's chain n-gram adds little that it does not add to the tree, so that one is left.
+    """
+    best = [_BEST[method] for method in there]
+    if not every_shape or there[-1] not in METHODS_WITH_HEAD:
+        return best
+    shapes = [n for n in all_names([there[-1]]) if n.is_tree or not n.with_ngram]
+    return [*best[:-1], *shapes]
