@@ -25,7 +25,7 @@ $(READY): pyproject.toml constraints.txt
 model: $(READY)
 	@$(BIN)/outrider models pull smollm2-135m-instruct
 
-demo: model  ## plain decoding and every way to draft side by side (6 minutes)
+demo: model  ## plain decoding and every way to draft, measured and judged (under 10 minutes)
 	@$(BIN)/outrider demo
 
 serve: model  ## the embedded model behind OpenAI's API on http://127.0.0.1:8000

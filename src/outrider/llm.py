@@ -2,7 +2,7 @@
 
 Owns loading in its right order (resolve, plan memory, probe kernels, load, self-test, time) and the
 translation between prompts and token ids. Stands above :mod:`outrider.engine`; the command line
-and the demo stand on it.
+stands on it.
 """
 
 from __future__ import annotations

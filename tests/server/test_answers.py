@@ -283,6 +283,20 @@ def test_the_pieces_of_a_text_stream_add_up_to_the_whole(
             assert values == [value for choice in got for value in choice["logprobs"][key]]
 
 
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_the_ids_of_an_answer_come_once_and_only_if_they_were_asked_for(is_wanted: bool) -> None:
+    done = completion("ab")
+    chat = ChatDeltas(0, None, WRITER, STOP_IDS, wants_logprobs=False, wants_ids=is_wanted)
+    text = TextDeltas(0, "", WRITER, STOP_IDS, wants_logprobs=False, wants_ids=is_wanted)
+    for deltas in (chat, text):
+        first, last = deltas.feed("a", None, None), deltas.feed("b", None, done)
+        assert first is not None
+        assert last is not None
+        assert "token_ids" not in first
+        assert (list(done.token_ids) if is_wanted else None) == last.get("token_ids")
+    assert done.token_ids
+
+
 def test_offsets_count_characters_and_begin_behind_those_before() -> None:
     written = WRITER.completion(entries_of("aé€b"), 10)
 

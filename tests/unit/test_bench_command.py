@@ -155,7 +155,7 @@ def test_two_servers_are_measured_and_judged(tmp_path: Path, capsys, proven):
 
     assert {"GO": 0, "NO-GO": 1, "INCONCLUSIVE": 2, "INVALID": 3}[document["verdict"]] == status
     assert f"the run begins in {out}" in captured.err
-    assert "1 user: " in captured.err
+    assert "1 user, block 6 of 6: " in captured.err
     assert "report.html" in captured.err
     data = read_run(out)
     assert 6 * 2 + 2 * 2 + 2 == len(data.blocks), "comparisons, noise floor, warm-ups"

@@ -11,7 +11,7 @@ from outrider.bench.arm_guards import ARM_GUARDS
 from outrider.bench.findings import Finding, Severity, Sides
 from outrider.bench.guards import ends_in_loop
 from outrider.bench.metrics import block_metrics
-from outrider.bench.output_guards import OUTPUT_GUARDS
+from outrider.bench.output_guards import OUTPUT_GUARDS, sameness
 from outrider.bench.records import (
     BlockKind,
     ClientProof,
@@ -318,6 +318,23 @@ def test_texts_that_differ_void_an_arm_that_claims_to_be_exact_and_warn_of_other
     assert {"texts"} == voids(exact)
     assert ({"texts"}, set()) == (warnings(unknown), voids(unknown))
     assert any("6 of 72 texts" in finding.text for finding in found(exact))
+
+
+def test_token_ids_are_compared_where_both_arms_tell_them():
+    """The same text from other tokens is another answer; one arm's ids alone say nothing."""
+
+    def told(record: RequestRecord) -> RequestRecord:
+        is_other = record.arm == "eagle3" and record.prompt_id == "p3"
+        return replace(record, token_hash="beef" if is_other else "cafe")
+
+    both = change_requests(run(), told)
+    one = change_requests(run(), told, arm="eagle3")
+
+    assert {"texts"} == voids(both)
+    assert any("6 of 72 token sequences" in finding.text for finding in found(both))
+    assert set() == voids(one)
+    assert "66 of 72 token sequences are the baseline's" == sameness(sides(both)).text
+    assert "all 72 texts are the baseline's" == sameness(sides(one)).text
 
 
 def test_texts_sampled_without_a_seed_may_differ():

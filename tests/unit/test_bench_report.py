@@ -25,6 +25,8 @@ from outrider.report.page import page
 from outrider.report.summary import SCHEMA_VERSION, requests_csv, summary, summary_text
 from outrider.report.tables import (
     acceptance_table,
+    category_table,
+    contrast_table,
     latency_table,
     power_table,
     published_table,
@@ -216,12 +218,88 @@ def test_the_same_records_give_the_same_summary(judgement: Judgement):
     assert summary(judgement) == summary(judge(judgement.data))
 
 
-def test_latencies_below_their_floor_are_not_printed(judgement: Judgement):
-    rows = latency_table(judgement).rows
+@pytest.mark.parametrize(
+    ("num_prompts", "percents"), [(3, ["50"]), (8, ["50", "75"]), (16, ["50", "90"])]
+)
+def test_the_tail_shown_is_the_highest_that_every_row_has_requests_for(num_prompts, percents):
+    """18, 48 and 96 requests; gaps are more."""
+    arms = [ScriptedArm("off", 0.01), ScriptedArm("ngram", 0.014, tokens_per_step=2)]
+    table = latency_table(judge(scripted_run(arms, num_prompts=num_prompts)))
 
-    assert ("1 user", "off") == rows[0][:2]
-    assert "too few" == rows[0][3]  # p95 of 48 first tokens
-    assert pytest.approx(51.0, abs=2.0) == float(rows[0][2])
+    shown = [f"{word} p{percent}" for word in ("TTFT", "TPOT") for percent in percents]
+    assert (*shown, "gap p50", "gap p95") == table.columns[2:-2]
+    assert ("1 user", "off") == table.rows[0][:2]
+    assert pytest.approx(51.0, abs=2.0) == float(table.rows[0][2])
+    assert all(len(table.columns) == len(row) for row in table.rows)
+
+
+def test_a_percentile_below_its_floor_is_not_printed():
+    arms = [ScriptedArm("off", 0.01), ScriptedArm("ngram", 0.014, tokens_per_step=2)]
+    table = latency_table(judge(scripted_run(arms, num_blocks=1, num_aa=0, num_prompts=2)))
+
+    assert "too few" == table.rows[0][2]
+
+
+def test_goodput_has_a_column_only_under_a_service_level():
+    arms = [ScriptedArm("off", 0.01), ScriptedArm("ngram", 0.014, tokens_per_step=2)]
+    limit = {"judging": {"slo_ttft_ms": 200.0}}
+    plain, judged_by_it = (
+        verdict_table(judge(scripted_run(arms, settings=settings))) for settings in ({}, limit)
+    )
+
+    assert "goodput" not in plain.columns
+    assert "goodput" in judged_by_it.columns
+    assert "Goodput: TTFT <= 200 ms" in judged_by_it.note
+    for table in (plain, judged_by_it):
+        assert all(len(table.columns) == len(row) for row in table.rows)
+
+
+def test_the_console_says_how_many_answers_are_plain_decodings(judgement: Judgement):
+    text = printed(judgement, width=1000)
+
+    assert "ngram: all 192 texts are the baseline's" in text
+    assert "all 192 texts are the baseline's; lossless" in judgement.headline
+
+
+def test_kinds_of_prompts_are_groups_on_the_console_and_all_on_the_page(judgement: Judgement):
+    names = {"chat": "rewrite", "code": "code"}
+    data = change_requests(small(), lambda r: replace(r, category=names[r.category]))
+    told = judge(data)
+    rows = [
+        [row[1].strip() for row in category_table(told, groups_only=only).rows]
+        for only in (True, False)
+    ]
+
+    assert ["repeats input", "rest"] == rows[0]
+    assert ["repeats input", "rewrite", "rest", "code"] == rows[1]
+    assert ["chat", "code"] * len(LOADS) == [
+        row[1] for row in category_table(judgement, groups_only=True).rows
+    ]
+    assert "Ratio by kind of prompt" in printed(told)
+    assert "repeats input" in page(told)
+
+
+def test_of_many_pairs_the_console_shows_the_winners_and_tree_against_linear():
+    tree = {"method": "eagle3-tree", "speculation": {"use_dynamic_tree": True}}
+    arms = [
+        ScriptedArm("off", 0.010),
+        ScriptedArm("ngram", 0.013, tokens_per_step=2, ttft_s=0.045),
+        ScriptedArm("mtp", 0.014, tokens_per_step=2, ttft_s=0.045),
+        ScriptedArm("eagle3", 0.015, tokens_per_step=2, ttft_s=0.045),
+        ScriptedArm("eagle3-tree", 0.016, tokens_per_step=2, ttft_s=0.045, **tree),
+    ]
+    told = judge(scripted_run(arms))
+    every, few = (
+        {frozenset(row[1:3]) for row in contrast_table(told, all_pairs=which).rows}
+        for which in (True, False)
+    )
+
+    assert "ngram" == told.winner.name
+    assert 6 == len(every)
+    others = ("mtp", "eagle3", "eagle3-tree")
+    assert {frozenset(("ngram", other)) for other in others} | {
+        frozenset(("eagle3", "eagle3-tree"))
+    } == few
 
 
 def test_what_the_run_could_see_follows_from_its_noise(judgement: Judgement):
@@ -278,7 +356,8 @@ def test_after_a_no_go_plain_decoding_is_planned_and_else_nothing(tmp_path: Path
 def test_an_invalid_run_is_reported_without_a_ratio():
     void = decided(0.014, num_tokens=24)
 
-    assert ("INVALID", "-") == verdict_table(void).rows[0][2:4]
+    row = dict(zip(verdict_table(void).columns, verdict_table(void).rows[0], strict=True))
+    assert ("INVALID", "-", "-") == (row["verdict"], row["ratio"], row["TTFT ratio"])
     assert "did not do the same work" in printed(void, width=1000)
 
 

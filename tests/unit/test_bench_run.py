@@ -302,6 +302,35 @@ def test_a_strict_server_is_asked_without_running_usage():
     assert probed(reply()).endpoint.asks_running_usage
 
 
+def test_a_field_that_the_server_refuses_is_left_out_and_the_other_kept():
+    def strict(body: Mapping[str, Any]) -> MockReply:
+        return reply(status=422, body="return_token_ids") if "return_token_ids" in body else reply()
+
+    found = [
+        (each.endpoint.asks_running_usage, each.endpoint.asks_token_ids)
+        for each in (
+            probed(reply()),
+            probed(reply(allows_running_usage=False)),
+            probed(strict),
+        )
+    ]
+
+    assert [(True, True), (False, True), (True, False)] == found
+
+
+def test_a_server_that_hangs_is_asked_once():
+    asked = 0
+
+    def hangs(body: Mapping[str, Any]) -> MockReply:
+        nonlocal asked
+        asked += 1
+        return MockReply(chunks=[MockChunk(0, "a")], ending=Ending.HANG)
+
+    with pytest.raises(EndpointError, match="silent for"):
+        probed(hangs)
+    assert 1 == asked
+
+
 def test_our_server_says_how_exact_it_is():
     page = (
         '{"version": "0.1", "fingerprint": "m abc123 · bfloat16 · 2 threads · cpu · torch 2 amx · '

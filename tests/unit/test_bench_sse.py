@@ -69,6 +69,16 @@ def test_a_counted_token_without_text_is_a_chunk_of_its_own():
     assert (ChunkRecord(0.0, 1, 2), ChunkRecord(1.0, 1, 0)) == chunks
 
 
+def test_token_ids_name_an_answer_whichever_chunks_they_come_in():
+    """vLLM sends each chunk's own, our server all of them at the end."""
+    each = read(said("a", token_ids=[5, 6]), said("b", token_ids=[7]), "[DONE]")
+    at_end = read(said("a"), said("b", token_ids=[5, 6, 7]), "[DONE]")
+    other = read(said("ab", token_ids=[5, 7, 6]), "[DONE]")
+
+    assert each.token_hash == at_end.token_hash != other.token_hash
+    assert read(said("ab"), "[DONE]").token_hash is None
+
+
 def test_usage_at_the_end_counts_the_answer_but_not_its_chunks():
     reader = read(said("Hi"), said(" all"), {"choices": [], "usage": usage(5)}, "[DONE]")
     chunks, source = reader.chunks()
