@@ -6,6 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -13,7 +14,6 @@ import pytest
 
 from outrider.bench import client as client_module
 from outrider.bench.client import (
-    Answer,
     Client,
     Endpoint,
     LoopLag,
@@ -21,7 +21,7 @@ from outrider.bench.client import (
     request_body,
 )
 from outrider.bench.mock_server import Ending, MockChunk, MockReply, MockServer
-from outrider.bench.records import SpeculativeCounts, TokenSource
+from outrider.bench.records import Answer, ChunkRecord, SpeculativeCounts, TokenSource
 from outrider.bench.selfproof import (
     MAX_GAP_ERROR_P50_S,
     MAX_GAP_ERROR_P99_S,
@@ -289,11 +289,9 @@ def paced(errors_s: list[float]) -> Answer:
     reply = MockReply(chunks=[MockChunk(0, f"{at:.6f}\n") for at in sent])
     answer = ask(reply)
     chunks = tuple(
-        client_module.ChunkRecord(at, 1, chunk.num_chars)
-        for at, chunk in zip(seen, answer.chunks, strict=True)
+        ChunkRecord(at, 1, chunk.num_chars) for at, chunk in zip(seen, answer.chunks, strict=True)
     )
-    fields = {name: getattr(answer, name) for name in Answer.__slots__}
-    return Answer(**{**fields, "chunks": chunks})
+    return replace(answer, chunks=chunks)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_a_record_is_one_line_of_json():
     ("line", "expected"),
     [
         (b"{", "f, line 2: is no RequestRecord: the line: Invalid JSON"),
-        (b"{}", "f, line 2: is no RequestRecord: arm: Field required"),
+        (b"{}", "f, line 2: is no RequestRecord: sent_s: Field required"),
         (
             to_json(request("off", 0, 0)).replace(b'"status":200', b'"status":"good"'),
             "f, line 2: is no RequestRecord: status: ",

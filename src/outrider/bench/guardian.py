@@ -29,15 +29,20 @@ def guard(command: list[str]) -> int:
     # and not SIG_IGN, which the server would inherit.
     signal.signal(signal.SIGTERM, lambda *_: None)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    threading.Thread(target=_end_with_the_run, daemon=True).start()
+    is_over = threading.Event()
+    watch = threading.Thread(target=_end_with_the_run, args=(is_over,), daemon=True)
+    watch.start()
     status = process.wait()
+    if is_over.is_set():
+        watch.join()  # a worker may have stayed behind that did not listen
     return status if status >= 0 else 128 - status
 
 
-def _end_with_the_run() -> None:
+def _end_with_the_run(is_over: threading.Event) -> None:
     """Wait for the end of the pipe, then end the whole group: politely, then for certain."""
     while os.read(0, 4096):
         pass
+    is_over.set()
     os.killpg(0, signal.SIGTERM)
     time.sleep(GRACE_S)
     os.killpg(0, signal.SIGKILL)
