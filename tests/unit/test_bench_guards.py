@@ -18,6 +18,7 @@ from outrider.bench.records import (
     Load,
     LoadKind,
     Losslessness,
+    MetricsSnapshot,
     RequestRecord,
     RunData,
     SpeculativeCounts,
@@ -362,6 +363,35 @@ def test_random_prompts_are_void():
     workload = replace(data.run.workload, is_random=True)
 
     assert {"random prompts"} == voids(replace(data, run=replace(data.run, workload=workload)))
+
+
+@pytest.mark.parametrize(
+    ("base", "arm", "told", "void"),
+    [
+        (0, 0, set(), set()),
+        (80, 80, {"reused prompts"}, set()),
+        (80, 60, set(), {"reused prompts"}),
+    ],
+)
+@pytest.mark.parametrize(
+    "name", ["vllm:prefix_cache_hits_total", "outrider_prefix_hit_tokens_total"]
+)
+def test_prompts_from_a_prefix_cache_are_told_and_void_if_the_arms_differ(
+    name, base, arm, told, void
+):
+    """A block has 12 prompts of 20 tokens: 80 are a third."""
+
+    def scraped(block):
+        hits = float(base if block.arm == "off" else arm)
+        return replace(
+            block,
+            metrics_before=MetricsSnapshot(0, {name: 7.0}),
+            metrics_after=MetricsSnapshot(1, {name: 7.0 + hits}),
+        )
+
+    data = change_blocks(run(), scraped)
+
+    assert (told, void) == (warnings(data), voids(data))
 
 
 def test_another_definition_of_the_acceptance_length_is_told():

@@ -1,4 +1,4 @@
-"""Guards on the arms: a baseline that never drafts, acceptance that means what we mean, drift.
+"""Guards on the arms: a plain baseline, no reused prompts, acceptance as we mean it, no drift.
 
 Owns the rules by which an arm is not what it is called. Reads the two sides of a comparison
 (:mod:`outrider.bench.findings`); :mod:`outrider.bench.verdict` acts on what is found.
@@ -16,6 +16,9 @@ from outrider.bench.samples import trend
 
 MAX_DRIFT = math.log(1.10)
 MAX_LENGTH_ERROR = 0.02
+MAX_REUSED, MAX_REUSED_DIFFERENCE = 0.05, 0.05  # of the prompts' tokens: told above, void above
+# Prompt tokens that were not computed again: vLLM's counter, and ours.
+REUSED = ("vllm:prefix_cache_hits_total", "outrider_prefix_hit_tokens_total")
 OWN_ENGINE = "outrider"  # its counters exist, at zero, without speculation too
 
 
@@ -64,6 +67,28 @@ def _growth(block: BlockMetrics, name: str) -> float:
     return max(0.0, (after.total(name) or 0.0) - (before.total(name) or 0.0))
 
 
+def reused_prompts(sides: Sides) -> Iterator[Finding]:
+    """Blocks ask their questions again, A/A blocks only the baseline: a prefix cache shows it."""
+    shares = {name: _reused_share(blocks) for name, blocks in sides.named}
+    (base, base_share), (arm, arm_share) = shares.items()
+    if max(base_share, arm_share) <= MAX_REUSED:
+        return
+    is_void = abs(base_share - arm_share) > MAX_REUSED_DIFFERENCE
+    yield Finding(
+        "reused prompts",
+        Severity.VOID if is_void else Severity.WARNING,
+        f"{base} took {base_share:.0%} of its prompts' tokens from its prefix cache and {arm} "
+        f"{arm_share:.0%} (allowed are {MAX_REUSED_DIFFERENCE:.0%} apart): repeated prompts hide "
+        "the prefill; start the servers without a prefix cache (vLLM: --no-enable-prefix-caching)",
+    )
+
+
+def _reused_share(blocks: tuple[BlockMetrics, ...]) -> float:
+    num_reused = sum(_growth(block, name) for block in blocks for name in REUSED)
+    num_tokens = sum(request.record.prompt_tokens or 0 for request in requests_of(blocks))
+    return num_reused / num_tokens if num_tokens else 0.0
+
+
 def acceptance_meaning(sides: Sides) -> Iterator[Finding]:
     """Counts that contradict each other, and servers that define the length otherwise."""
     records = [request.record for request in requests_of(sides.speculative)]
@@ -105,4 +130,4 @@ def drift(sides: Sides) -> Iterator[Finding]:
         )
 
 
-ARM_GUARDS = (plain_baseline, acceptance_meaning, drift)
+ARM_GUARDS = (plain_baseline, reused_prompts, acceptance_meaning, drift)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from cyclopts import Group, Parameter
 
 from outrider.commands import console
-from outrider.commands.options import EngineOptions, whole_number
+from outrider.commands.options import EngineOptions, flag, whole
 from outrider.config import METHODS_WITH_HEAD, Method, SamplingParams
 from outrider.errors import ParameterError, UsageError
 
@@ -32,16 +32,8 @@ _FREE_BATCH = 16  # of our own server under loads that do not say how much runs 
 _Value = TypeVar("_Value")
 
 
-def _flag(text: str, **settings: Any) -> Parameter:
-    return Parameter(help=text, **settings)
-
-
 def _many(text: str) -> Parameter:
-    return _flag(f"{text} May be repeated.", negative="", show_default=False)
-
-
-def _whole(text: str) -> Parameter:
-    return _flag(text, converter=whole_number)
+    return flag(f"{text} May be repeated.", negative="", show_default=False)
 
 
 @Parameter(name="*", group=Group("Arms", sort_key=0))
@@ -51,7 +43,7 @@ class ArmOptions:
 
     methods: Annotated[
         str | None,
-        _flag(
+        flag(
             "Comma-separated: off,ngram,eagle3,eagle3-tree,eagle3-tree+ngram ... Each is served by "
             "a server of its own. Without it, --target and --serve: off, ngram, and the best shape "
             "of every head that there is for the model."
@@ -67,15 +59,15 @@ class ArmOptions:
         list[str],
         _many("NAME=COMMAND, which starts such a server on the port that stands for {port}."),
     ] = field(default_factory=list)
-    baseline: Annotated[
-        str, _flag("Which --target or --serve was started without speculation.")
-    ] = Method.OFF.value
+    baseline: Annotated[str, flag("Which --target or --serve was started without speculation.")] = (
+        Method.OFF.value
+    )
     served_model: Annotated[
-        str, _flag("Model to ask for, where a server has several.", show_default=False)
+        str, flag("Model to ask for, where a server has several.", show_default=False)
     ] = ""
     one_at_a_time: Annotated[
         bool,
-        _flag("Stop one started server before the next starts; for little memory.", negative=""),
+        flag("Stop one started server before the next starts; for little memory.", negative=""),
     ] = False
 
     def specs(
@@ -125,22 +117,22 @@ class LoadOptions:
 
     concurrency: Annotated[
         str | None,
-        _flag(
+        flag(
             "Requests in flight, comma-separated. Without it, --rate and --trace: "
             f"{DEFAULT_CONCURRENCY}."
         ),
     ] = None
-    rate: Annotated[
-        str | None, _flag("Requests per second, comma-separated; arrive at random.")
-    ] = None
+    rate: Annotated[str | None, flag("Requests per second, comma-separated; arrive at random.")] = (
+        None
+    )
     burstiness: Annotated[
         float,
-        _flag("Coefficient of variation of the gaps of --rate: 1 is Poisson, above it bursts."),
+        flag("Coefficient of variation of the gaps of --rate: 1 is Poisson, above it bursts."),
     ] = 1.0
     trace: Annotated[
-        Path | None, _flag("JSONL of arrivals, at_s in seconds or timestamp in milliseconds.")
+        Path | None, flag("JSONL of arrivals, at_s in seconds or timestamp in milliseconds.")
     ] = None
-    trace_speed: Annotated[str, _flag("How many times faster, comma-separated.")] = "1"
+    trace_speed: Annotated[str, flag("How many times faster, comma-separated.")] = "1"
 
     def loads(self) -> tuple[Load, ...]:
         """The checked levels, closed ones first.
@@ -169,40 +161,36 @@ class WorkloadOptions:
 
     prompts: Annotated[
         Path | None,
-        _flag(
-            "JSONL with prompt, turns or messages, or ShareGPT's JSON. Without it: bundled ones."
-        ),
+        flag("JSONL with prompt, turns or messages, or ShareGPT's JSON. Without it: bundled ones."),
     ] = None
-    categories: Annotated[str | None, _flag("Only these, comma-separated.")] = None
-    min_chars: Annotated[int, _whole("Only prompts of at least this length.")] = 0
-    max_chars: Annotated[int | None, _whole("Only prompts of at most this length.")] = None
-    max_prompts: Annotated[int | None, _whole("At most this many, of all categories alike.")] = None
+    categories: Annotated[str | None, flag("Only these, comma-separated.")] = None
+    min_chars: Annotated[int, whole("Only prompts of at least this length.")] = 0
+    max_chars: Annotated[int | None, whole("Only prompts of at most this length.")] = None
+    max_prompts: Annotated[int | None, whole("At most this many, of all categories alike.")] = None
     length_buckets: Annotated[
         str | None,
-        _flag("Bounds in characters, comma-separated: group by length instead of category."),
+        flag("Bounds in characters, comma-separated: group by length instead of category."),
     ] = None
     allow_random_prompts: Annotated[
         bool,
-        _flag(
+        flag(
             "Measure prompts that look like random tokens, on which acceptance means nothing.",
             negative="",
         ),
     ] = False
-    temperature: Annotated[float, _flag("0 is greedy.")] = 0.0
-    top_p: Annotated[float, _flag("Keep the smallest likeliest set with this probability.")] = 1.0
-    seed: Annotated[int, _whole("Of sampling and of arrivals; the same in every arm.")] = 1
-    max_tokens: Annotated[int, _whole("Most tokens per answer.")] = 128
+    temperature: Annotated[float, flag("0 is greedy.")] = 0.0
+    top_p: Annotated[float, flag("Keep the smallest likeliest set with this probability.")] = 1.0
+    seed: Annotated[int, whole("Of sampling and of arrivals; the same in every arm.")] = 1
+    max_tokens: Annotated[int, whole("Most tokens per answer.")] = 128
     ignore_eos: Annotated[
         bool,
-        _flag(
+        flag(
             "Go on past the model's own end, so that all answers are equally long; servers must "
             "know the field.",
             negative="",
         ),
     ] = False
-    raw: Annotated[bool, _flag("Ask /v1/completions, without a chat template.", negative="")] = (
-        False
-    )
+    raw: Annotated[bool, flag("Ask /v1/completions, without a chat template.", negative="")] = False
 
     def selection(self) -> Selection:
         """The checked choice of prompts.
@@ -254,22 +242,22 @@ class WorkloadOptions:
 class MeasuringOptions:
     """How often, and how long to wait."""
 
-    blocks: Annotated[int, _whole("Comparisons per load; below 6 nothing can be decided.")] = 8
+    blocks: Annotated[int, whole("Comparisons per load; below 6 nothing can be decided.")] = 8
     aa_blocks: Annotated[
-        int, _whole("Comparisons of the baseline with itself per load: the noise floor.")
+        int, whole("Comparisons of the baseline with itself per load: the noise floor.")
     ] = 3
     requests: Annotated[
-        int | None, _whole("Per block and arm. Without it: 4 rounds of every slot, at least 8.")
+        int | None, whole("Per block and arm. Without it: 4 rounds of every slot, at least 8.")
     ] = None
     margin: Annotated[
         float | None,
-        _flag("Least gain worth deploying for, such as 0.05 for 5 %. Without it: 3 %."),
+        flag("Least gain worth deploying for, such as 0.05 for 5 %. Without it: 3 %."),
     ] = None
-    slo_ttft_ms: Annotated[float | None, _flag("Longest time to the first token.")] = None
-    slo_tpot_ms: Annotated[float | None, _flag("Longest time per further token.")] = None
-    slo_latency_ms: Annotated[float | None, _flag("Longest time to the last token.")] = None
-    start_timeout: Annotated[float, _flag("Seconds that a server may take to start.")] = 600.0
-    timeout: Annotated[float, _flag("Seconds of silence after which a request has failed.")] = 120.0
+    slo_ttft_ms: Annotated[float | None, flag("Longest time to the first token.")] = None
+    slo_tpot_ms: Annotated[float | None, flag("Longest time per further token.")] = None
+    slo_latency_ms: Annotated[float | None, flag("Longest time to the last token.")] = None
+    start_timeout: Annotated[float, flag("Seconds that a server may take to start.")] = 600.0
+    timeout: Annotated[float, flag("Seconds of silence after which a request has failed.")] = 120.0
 
     def settings(
         self,

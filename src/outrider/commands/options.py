@@ -35,12 +35,14 @@ def whole_number(type_: Any, tokens: Sequence[Token]) -> int:  # noqa: ARG001 - 
     return int(text)
 
 
-def _flag(text: str, *, name: str | None = None, **settings: Any) -> Parameter:
+def flag(text: str, *, name: str | None = None, **settings: Any) -> Parameter:
+    """A flag with its help, as all groups of options declare theirs."""
     return Parameter(name=name, help=text, **settings)
 
 
-def _whole(text: str) -> Parameter:
-    return _flag(text, converter=whole_number)
+def whole(text: str) -> Parameter:
+    """A flag whose value is a whole number."""
+    return flag(text, converter=whole_number)
 
 
 @Parameter(name="*", group=Group("Sampling", sort_key=3))
@@ -48,45 +50,45 @@ def _whole(text: str) -> Parameter:
 class SamplingOptions:
     """How the target picks each token, and when it stops."""
 
-    temperature: Annotated[float, _flag("0 is greedy.")] = _SAMPLING.temperature
-    top_k: Annotated[int, _whole("Keep the k likeliest tokens; 0 keeps all.")] = _SAMPLING.top_k
-    top_p: Annotated[float, _flag("Keep the smallest likeliest set with this probability.")] = (
+    temperature: Annotated[float, flag("0 is greedy.")] = _SAMPLING.temperature
+    top_k: Annotated[int, whole("Keep the k likeliest tokens; 0 keeps all.")] = _SAMPLING.top_k
+    top_p: Annotated[float, flag("Keep the smallest likeliest set with this probability.")] = (
         _SAMPLING.top_p
     )
     min_p: Annotated[
-        float, _flag("Keep tokens at least this fraction as likely as the likeliest.")
+        float, flag("Keep tokens at least this fraction as likely as the likeliest.")
     ] = _SAMPLING.min_p
     repetition_penalty: Annotated[
-        float, _flag("Divide the positive logits of tokens seen so far; 1 is off.")
+        float, flag("Divide the positive logits of tokens seen so far; 1 is off.")
     ] = _SAMPLING.repetition_penalty
     presence_penalty: Annotated[
-        float, _flag("Subtract once from the logit of a token already written.")
+        float, flag("Subtract once from the logit of a token already written.")
     ] = _SAMPLING.presence_penalty
-    frequency_penalty: Annotated[float, _flag("Subtract for every time a token was written.")] = (
+    frequency_penalty: Annotated[float, flag("Subtract for every time a token was written.")] = (
         _SAMPLING.frequency_penalty
     )
     seed: Annotated[
-        int | None, _whole("Makes a sampled answer repeatable. Without it: fresh each time.")
+        int | None, whole("Makes a sampled answer repeatable. Without it: fresh each time.")
     ] = _SAMPLING.seed
-    max_tokens: Annotated[int, _whole("Most tokens to write.")] = _SAMPLING.max_tokens
-    min_tokens: Annotated[int, _whole("No end of the answer before this many tokens.")] = (
+    max_tokens: Annotated[int, whole("Most tokens to write.")] = _SAMPLING.max_tokens
+    min_tokens: Annotated[int, whole("No end of the answer before this many tokens.")] = (
         _SAMPLING.min_tokens
     )
     stop: Annotated[
         list[str],
-        _flag(
+        flag(
             "Text that ends the answer, itself left out; may be repeated.",
             negative="",
             allow_leading_hyphen=True,
             show_default=False,
         ),
     ] = field(default_factory=list)
-    ignore_eos: Annotated[bool, _flag("Go on past the model's own end token.", negative="")] = (
+    ignore_eos: Annotated[bool, flag("Go on past the model's own end token.", negative="")] = (
         _SAMPLING.ignore_eos
     )
     accept: Annotated[
         str,
-        _flag(
+        flag(
             f"Rule by which sampled drafts are accepted: {'|'.join(Accept)}. Both keep the "
             "target's law; only with coupled is a seeded text the same whatever drafts."
         ),
@@ -108,25 +110,25 @@ class SpeculationOptions:
     """What drafts, and how much; None everywhere leaves the choice to the engine."""
 
     method: Annotated[
-        str | None, _flag(f"Who drafts: {_METHODS}. Without it: the best one there is.")
+        str | None, flag(f"Who drafts: {_METHODS}. Without it: the best one there is.")
     ] = None
     head: Annotated[
         str | None,
-        _flag(
+        flag(
             "Folder or file of the draft head; for --method draft, the draft model. Without it: "
             "the one that ships for the model."
         ),
     ] = None
-    tree: Annotated[
-        bool | None, _flag("Draft a tree instead of a chain.", negative="--no-tree")
-    ] = None
+    tree: Annotated[bool | None, flag("Draft a tree instead of a chain.", negative="--no-tree")] = (
+        None
+    )
     max_draft_len: Annotated[
-        int | None, _whole(f"Deepest draft, in tokens (usually {_SPECULATION.max_draft_len}).")
+        int | None, whole(f"Deepest draft, in tokens (usually {_SPECULATION.max_draft_len}).")
     ] = None
-    dynamic_tree_max_topk: Annotated[int | None, _whole("Most children of a tree node.")] = None
-    max_total_draft_tokens: Annotated[int | None, _whole("Most draft tokens per step.")] = None
+    dynamic_tree_max_topk: Annotated[int | None, whole("Most children of a tree node.")] = None
+    max_total_draft_tokens: Annotated[int | None, whole("Most draft tokens per step.")] = None
     with_ngram: Annotated[
-        bool | None, _flag("Let n-gram add its guesses to the head's.", negative="")
+        bool | None, flag("Let n-gram add its guesses to the head's.", negative="")
     ] = None
 
     def config(self) -> SpeculationConfig | None:
@@ -154,16 +156,14 @@ class EngineOptions:
     """Which model runs, on what, in which precision."""
 
     model: Annotated[
-        str, _flag("Name, Hugging Face id, folder or file (see: outrider models list).")
+        str, flag("Name, Hugging Face id, folder or file (see: outrider models list).")
     ] = DEFAULT_MODEL
-    device: Annotated[str, _flag("Where the model runs.")] = "cpu"
+    device: Annotated[str, flag("Where the model runs.")] = "cpu"
     dtype: Annotated[
-        str, _flag("auto|bfloat16|float32; auto takes what this processor does well.")
+        str, flag("auto|bfloat16|float32; auto takes what this processor does well.")
     ] = "auto"
-    threads: Annotated[int | None, _whole("Compute threads.")] = None
-    max_model_len: Annotated[int | None, _whole("Most tokens of prompt and answer together.")] = (
-        None
-    )
+    threads: Annotated[int | None, whole("Compute threads.")] = None
+    max_model_len: Annotated[int | None, whole("Most tokens of prompt and answer together.")] = None
 
     def config(self, **more: Any) -> EngineConfig:
         """The checked settings; ``more`` sets further fields of the engine.

@@ -10,11 +10,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
-from outrider.commands.options import whole_number
+from outrider.commands.options import flag, whole
 from outrider.commands.typed import published_command
 from outrider.config import Method
 from outrider.errors import ParameterError
@@ -25,14 +25,6 @@ if TYPE_CHECKING:
 TRAINED = (Method.EAGLE3, Method.MTP, Method.MEDUSA, Method.DRAFT)
 
 
-def _flag(text: str, **settings: Any) -> Parameter:
-    return Parameter(help=text, **settings)
-
-
-def _whole(text: str) -> Parameter:
-    return _flag(text, converter=whole_number)
-
-
 @Parameter(name="*", group=Group("Data", sort_key=2))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataOptions:
@@ -40,32 +32,32 @@ class DataOptions:
 
     data: Annotated[
         Path | None,
-        _flag("Folder of prompts, answers and features; several heads may share it. OUT/data."),
+        flag("Folder of prompts, answers and features; several heads may share it. OUT/data."),
     ] = None
     prompts: Annotated[
         list[Path],
-        _flag(
+        flag(
             "Prompt file (JSONL); may be repeated. Without it: written from the prompt book, some "
             "of them by the target itself.",
             negative="",
             show_default=False,
         ),
     ] = field(default_factory=list)
-    num_prompts: Annotated[int | None, _whole("How many prompts (book: 2000; files: all).")] = None
+    num_prompts: Annotated[int | None, whole("How many prompts (book: 2000; files: all).")] = None
     response_tokens: Annotated[
-        int | None, _whole("Stop answering when there are so many response tokens.")
+        int | None, whole("Stop answering when there are so many response tokens.")
     ] = None
-    max_response_tokens: Annotated[int, _whole("Most tokens of one answer.")] = 192
-    temperatures: Annotated[
-        str, _flag("Answers are drawn at one of these each, such as 0,0,1.")
-    ] = "0,1"
+    max_response_tokens: Annotated[int, whole("Most tokens of one answer.")] = 192
+    temperatures: Annotated[str, flag("Answers are drawn at one of these each, such as 0,0,1.")] = (
+        "0,1"
+    )
     part: Annotated[
-        str, _flag("K/N: answer only every N-th prompt from the K-th; run one process for each K.")
+        str, flag("K/N: answer only every N-th prompt from the K-th; run one process for each K.")
     ] = "1/1"
-    batch_size: Annotated[int, _whole("Prompts answered at once.")] = 32
-    max_model_len: Annotated[int, _whole("Most tokens of a prompt and its answer.")] = 1280
+    batch_size: Annotated[int, whole("Prompts answered at once.")] = 32
+    max_model_len: Annotated[int, whole("Most tokens of a prompt and its answer.")] = 1280
     features: Annotated[
-        str, _flag("disk: store the target's states; live: recompute them in every epoch.")
+        str, flag("disk: store the target's states; live: recompute them in every epoch.")
     ] = "disk"
 
 
@@ -75,26 +67,26 @@ class RecipeOptions:
     """What is trained, towards what."""
 
     steps: Annotated[
-        int | None, _whole("Tokens ahead in training: test-time steps, or MEDUSA heads.")
+        int | None, whole("Tokens ahead in training: test-time steps, or MEDUSA heads.")
     ] = None
-    step_decay: Annotated[float | None, _flag("Weight of each step over the one before.")] = None
-    loss: Annotated[str, _flag("ce, kl, tv, or a mixture such as ce:0.1+tv:0.9.")] = "ce"
-    loss_on: Annotated[str, _flag("response, or all: prompts too.")] = "response"
+    step_decay: Annotated[float | None, flag("Weight of each step over the one before.")] = None
+    loss: Annotated[str, flag("ce, kl, tv, or a mixture such as ce:0.1+tv:0.9.")] = "ce"
+    loss_on: Annotated[str, flag("response, or all: prompts too.")] = "response"
     draft_vocab: Annotated[
-        int | None, _whole("Tokens that are learnt, the most frequent; 0: all. A quarter.")
+        int | None, whole("Tokens that are learnt, the most frequent; 0: all. A quarter.")
     ] = None
-    init: Annotated[str, _flag("target: begin as its last layer; random.")] = "target"
+    init: Annotated[str, flag("target: begin as its last layer; random.")] = "target"
     train_head: Annotated[
-        bool, _flag("eagle3: an output head of its own instead of the target's.", negative="")
+        bool, flag("eagle3: an output head of its own instead of the target's.", negative="")
     ] = False
-    fc_norm: Annotated[bool, _flag("eagle3: norms before fc (3.1).", negative="")] = False
-    norm_output: Annotated[bool, _flag("eagle3: feed back normed states (3.1).", negative="")] = (
+    fc_norm: Annotated[bool, flag("eagle3: norms before fc (3.1).", negative="")] = False
+    norm_output: Annotated[bool, flag("eagle3: feed back normed states (3.1).", negative="")] = (
         False
     )
     layers: Annotated[
-        str | None, _flag("draft: layers of the target it begins as, such as 0,1,29.")
+        str | None, flag("draft: layers of the target it begins as, such as 0,1,29.")
     ] = None
-    mlp_size: Annotated[int | None, _whole("draft: units of each MLP that stay.")] = None
+    mlp_size: Annotated[int | None, whole("draft: units of each MLP that stay.")] = None
 
 
 @Parameter(name="*", group=Group("Training", sort_key=4))
@@ -102,25 +94,25 @@ class RecipeOptions:
 class LoopOptions:
     """How the loop runs."""
 
-    epochs: Annotated[int, _whole("Passes over the data.")] = 3
-    tokens_per_batch: Annotated[int, _whole("Most tokens of one batch.")] = 4096
+    epochs: Annotated[int, whole("Passes over the data.")] = 3
+    tokens_per_batch: Annotated[int, whole("Most tokens of one batch.")] = 4096
     batches_per_step: Annotated[
         int | None,
-        _whole("Batches of one optimiser step: as many as torchrun starts processes, else one."),
+        whole("Batches of one optimiser step: as many as torchrun starts processes, else one."),
     ] = None
-    learning_rate: Annotated[float, _flag("AdamW's, at its peak; then a half cosine.")] = 1e-3
-    weight_decay: Annotated[float, _flag("On matrices.")] = 0.0
-    clip_norm: Annotated[float, _flag("Largest norm of the gradient.")] = 0.5
+    learning_rate: Annotated[float, flag("AdamW's, at its peak; then a half cosine.")] = 1e-3
+    weight_decay: Annotated[float, flag("On matrices.")] = 0.0
+    clip_norm: Annotated[float, flag("Largest norm of the gradient.")] = 0.5
     autocast: Annotated[
-        bool, _flag("Products in bfloat16, weights in float32.", negative="--no-autocast")
+        bool, flag("Products in bfloat16, weights in float32.", negative="--no-autocast")
     ] = True
-    seed: Annotated[int, _whole("Of prompts, answers and the order of training.")] = 0
-    checkpoint_every: Annotated[int, _whole("Steps between two checkpoints.")] = 100
-    validate_every: Annotated[int, _whole("Steps between two looks at held-out answers.")] = 200
-    keep: Annotated[int, _whole("Checkpoints that stay.")] = 2
-    device: Annotated[str, _flag("Where the head trains: cpu or cuda.")] = "cpu"
-    threads: Annotated[int | None, _whole("Compute threads.")] = None
-    tensorboard: Annotated[bool, _flag("Also log for TensorBoard, to OUT.", negative="")] = False
+    seed: Annotated[int, whole("Of prompts, answers and the order of training.")] = 0
+    checkpoint_every: Annotated[int, whole("Steps between two checkpoints.")] = 100
+    validate_every: Annotated[int, whole("Steps between two looks at held-out answers.")] = 200
+    keep: Annotated[int, whole("Checkpoints that stay.")] = 2
+    device: Annotated[str, flag("Where the head trains: cpu or cuda.")] = "cpu"
+    threads: Annotated[int | None, whole("Compute threads.")] = None
+    tensorboard: Annotated[bool, flag("Also log for TensorBoard, to OUT.", negative="")] = False
 
 
 @Parameter(name="*", group=Group("Evaluation and export", sort_key=5))
@@ -129,16 +121,16 @@ class EvaluationOptions:
     """How the head is measured and written."""
 
     eval_prompts: Annotated[
-        Path | None, _flag("Prompts to measure on, never trained on; the bundled ones.")
+        Path | None, flag("Prompts to measure on, never trained on; the bundled ones.")
     ] = None
-    eval_limit: Annotated[int | None, _whole("Most prompts to measure on.")] = None
-    eval_tokens: Annotated[int, _whole("Most tokens of each answer.")] = 128
+    eval_limit: Annotated[int | None, whole("Most prompts to measure on.")] = None
+    eval_tokens: Annotated[int, whole("Most tokens of each answer.")] = 128
     simulate: Annotated[
-        bool, _flag("Replay recorded answers instead of decoding them: quicker.", negative="")
+        bool, flag("Replay recorded answers instead of decoding them: quicker.", negative="")
     ] = False
-    layout: Annotated[str, _flag("eagle3: speculators or safeailab.")] = "speculators"
+    layout: Annotated[str, flag("eagle3: speculators or safeailab.")] = "speculators"
     self_contained: Annotated[
-        bool, _flag("Export what is the target's own too, for other engines.", negative="")
+        bool, flag("Export what is the target's own too, for other engines.", negative="")
     ] = False
 
 
