@@ -292,7 +292,7 @@ class _Run:
         endpoint = await self._ready(turn.arm)
         num_warm_ups = 0
         if self._warm.get(turn.arm) != turn.load:
-            self._tell(f"warming up {turn.arm} at {turn.load.text}")
+            self._tell(f"warming up at {turn.load.text}: {turn.arm}")
             warm = warm_up_turn(turn, warm_up_index)
             block, requests = await run_turn(
                 self._client,

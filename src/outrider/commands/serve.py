@@ -11,8 +11,9 @@ import json
 import logging
 import shlex
 import socket
+import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from outrider.commands import console
 from outrider.commands.serve_options import ServeOptions
@@ -21,6 +22,7 @@ from outrider.errors import UsageError
 if TYPE_CHECKING:
     from outrider.llm import LLM
 
+Result = TypeVar("Result")
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
@@ -43,7 +45,7 @@ def run(options: ServeOptions, open_llm: Callable[[], LLM]) -> int:
     ServerSettings(model_name="", api_keys=keys)
     logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING)
     with bind(options.host, options.port) as bound:
-        llm = open_llm()
+        llm = in_passing_thread(open_llm)
         settings = ServerSettings(
             model_name=options.served_model_name or llm.fingerprint.model,
             api_keys=keys,
@@ -62,6 +64,30 @@ def run(options: ServeOptions, open_llm: Callable[[], LLM]) -> int:
         status = asyncio.run(server.serve())
     console.note("stopped" if status == 0 else "stopped: the engine has failed")
     return status
+
+
+def in_passing_thread(act: Callable[[], Result]) -> Result:
+    """Run ``act`` in a thread that ends with it.
+
+    A thread that computes has a team of OpenMP workers as long as it lives. Were the model loaded
+    and tested in the main thread, its idle team and the engine thread's would be more workers than
+    there are cores; libgomp then lets them sleep between any two kernels, which doubles a step.
+    """
+    results: list[Result] = []
+    problems: list[BaseException] = []
+
+    def collect() -> None:
+        try:
+            results.append(act())
+        except BaseException as problem:
+            problems.append(problem)
+
+    thread = threading.Thread(target=collect, name="loading", daemon=True)
+    thread.start()
+    thread.join()
+    if problems:
+        raise problems[0]
+    return results[0]
 
 
 def announcement(url: str, model_name: str, keys: Sequence[str], is_loopback: bool) -> list[str]:
