@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from outrider import cli
-from outrider.commands.serve import announcement
+from outrider.commands.serve import announcement, in_passing_thread
 from outrider.commands.serve_options import KEY_VARIABLE, ServeOptions
 from outrider.errors import UsageError
 
@@ -211,3 +211,18 @@ def test_a_second_signal_aborts(process: Process) -> None:
     assert 0 == process.process.wait(30)
     assert time.monotonic() - started < 10
     assert "[DONE]" in output or '"code":"shutdown"' in output
+
+
+def test_the_model_is_loaded_in_a_thread_that_is_gone_afterwards() -> None:
+    loading = in_passing_thread(threading.current_thread)
+
+    assert loading is not threading.current_thread()
+    assert not loading.is_alive()
+
+
+def test_what_keeps_a_model_from_loading_is_raised_as_it_was() -> None:
+    def fail() -> None:
+        raise UsageError("no such model")
+
+    with pytest.raises(UsageError, match="no such model"):
+        in_passing_thread(fail)

@@ -31,7 +31,7 @@ from outrider.report.files import write_report
 from outrider.report.summary import summary_text
 
 EXIT_INTERRUPTED = 130
-_DEMO_TOKENS, _MIN_DEMO_TOKENS, _MAX_DEMO_TOKENS = 200, 24, 64
+_DEMO_TOKENS, _MIN_DEMO_TOKENS, _MAX_DEMO_TOKENS = 130, 20, 64
 
 
 def demo_tokens(num_arms: int) -> int:
