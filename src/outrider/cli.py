@@ -52,7 +52,8 @@ SCHEMA_VERSION = 1
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 EXIT_INVALID = 3  # of bench, whose 1 and 2 are verdicts
 
-DEMO_MEASURING = MeasuringOptions(blocks=6, aa_blocks=2)  # the fewest that can decide
+# Many small blocks tell more than few large ones in the same time.
+DEMO_MEASURING, DEMO_ROUNDS = MeasuringOptions(blocks=12, aa_blocks=2), 2
 
 Flag = Annotated[bool, Parameter(negative="")]
 Whole = Annotated[int, Parameter(converter=whole_number)]
@@ -431,7 +432,7 @@ def demo(
     loads = LoadOptions(concurrency=concurrency).loads()
     specs = ArmOptions(methods=methods, head=head or []).specs(engine, loads, every_shape=True)
     workload = WorkloadOptions(max_tokens=max_tokens or benching.demo_tokens(len(specs)))
-    settings = DEMO_MEASURING.settings(specs, loads, workload.sampling())
+    settings = DEMO_MEASURING.settings(specs, loads, workload.sampling(), rounds=DEMO_ROUNDS)
     asked = benching.read_prompts(workload)
     status = benching.run(settings, asked, out or benching.new_folder("demo"), typed, json=json)
     return {EXIT_INVALID: EXIT_FAILURE, EXIT_INTERRUPTED: EXIT_INTERRUPTED}.get(status, EXIT_OK)

@@ -127,7 +127,7 @@ def test_flags_of_our_engine_and_other_servers_do_not_mix():
 
 def test_our_servers_take_as_many_requests_as_the_loads_keep_in_flight():
     loads = (Load(LoadKind.CLOSED, 4), Load(LoadKind.CLOSED, 24))
-    (off, _) = ArmOptions().specs(EngineOptions(), loads)
+    (off, _) = ArmOptions(methods="ngram").specs(EngineOptions(), loads)
     command = off.command or ()
 
     assert "24" == command[command.index("--max-batch-size") + 1]

@@ -267,10 +267,13 @@ def test_settings_that_measure_nothing_are_refused(fields, expected: str):
         settings(given_arms(["off=http://h:1", "a=http://h:2"], []), **fields)
 
 
-def test_a_block_fills_its_slots_several_times():
-    asked = settings(given_arms(["off=http://h:1", "a=http://h:2"], []), requests=None)
+@pytest.mark.parametrize(
+    ("more", "expected"), [({}, [8, 16, 64, 32]), ({"rounds": 2}, [4, 8, 32, 32])]
+)
+def test_a_block_fills_its_slots_several_times(more, expected):
+    asked = settings(given_arms(["off=http://h:1", "a=http://h:2"], []), requests=None, **more)
 
-    assert [8, 16, 64, 32] == [
+    assert expected == [
         asked.num_requests(load)
         for load in (
             ONE_USER,

@@ -47,8 +47,6 @@ from outrider.bench.workloads import Workload
 from outrider.errors import EndpointError, ParameterError
 
 OPEN_REQUESTS = 32  # of a block under an open load, which has no slots to count by
-_ROUNDS = 4  # of every slot in a block of a closed load
-_MIN_REQUESTS = 8
 _PROOF_CONCURRENCY = 16  # where no load is closed
 
 
@@ -56,8 +54,8 @@ _PROOF_CONCURRENCY = 16  # where no load is closed
 class BenchSettings:
     """What is compared, under which loads, how often.
 
-    ``requests`` is per block and arm; None takes four rounds of every slot (at least 8), 32 under
-    an open load. ``one_at_a_time`` stops a started server before the next one starts, for machines
+    ``requests`` is per block and arm; None takes ``rounds`` of every slot, twice as many for one
+    user, and 32 under an open load. ``one_at_a_time`` stops a started server before the next one starts, for machines
     that cannot hold all.
 
     Raises:
@@ -70,6 +68,7 @@ class BenchSettings:
     num_blocks: int = 8
     num_aa_blocks: int = 3
     requests: int | None = None
+    rounds: int = 4
     served_model: str = ""
     arrival_seed: int = 1
     one_at_a_time: bool = False
@@ -103,7 +102,7 @@ class BenchSettings:
             return self.requests
         if load.concurrency is None:
             return OPEN_REQUESTS
-        return max(_MIN_REQUESTS, _ROUNDS * load.concurrency)
+        return self.rounds * max(2, load.concurrency)
 
     def to_json(self, workload: Workload) -> dict[str, Any]:
         """Everything that a resumed run must have in common with what is there."""
