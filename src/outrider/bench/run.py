@@ -55,8 +55,8 @@ class BenchSettings:
     """What is compared, under which loads, how often.
 
     ``requests`` is per block and arm; None takes ``rounds`` of every slot, twice as many for one
-    user, and 32 under an open load. ``one_at_a_time`` stops a started server before the next one starts, for machines
-    that cannot hold all.
+    user, and 32 under an open load. ``one_at_a_time`` stops a started server before the next one
+    starts, for machines that cannot hold all.
 
     Raises:
         ParameterError: a value is out of range, or a load is there twice.
