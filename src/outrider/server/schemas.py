@@ -40,6 +40,9 @@ class StreamOptions(Strict):
     """What a stream carries beside its chunks."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(
+        None, description="Every event carries the tokens so far, over all choices."
+    )
     include_obfuscation: bool | None = Field(
         None, description="Pad every event to a multiple of 256 bytes."
     )
