@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from zlib import crc32
 
 import torch
@@ -148,7 +148,10 @@ class FakeDrafter:
         self._forgets = forgets
         self._rng = random.Random(seed)
         self.states: dict[int, list[float]] = {}
-        self.fails_at: set[str] = set()
+        self.fails_at: set[str] = set()  # each once
+        self.fails_on: set[int] = set()  # requests that it cannot propose for
+        self.spoils: set[int] = set()  # requests whose draft logits are not finite
+        self.num_faults = 0
 
     def admit(self, request) -> None:
         self._fault("admit")
@@ -156,6 +159,7 @@ class FakeDrafter:
         self._store(request.request_id, [])
 
     def adopt(self, request, source_id: int, num_tokens: int, *, takes_over: bool) -> int:
+        self._fault("adopt")
         known = self.states.get(source_id)
         if takes_over:
             self.states.pop(source_id, None)
@@ -175,6 +179,8 @@ class FakeDrafter:
 
     def propose(self, requests, max_depth, min_score: float = 0.0) -> list[DraftTree]:
         self._fault("propose")
+        if self.fails_on & {request.request_id for request in requests}:
+            self._raise("on one")
         trees = []
         for request, limit in zip(requests, max_depth, strict=True):
             tokens = list(request.token_ids)
@@ -185,6 +191,9 @@ class FakeDrafter:
                 token = true if self._rng.random() < 0.8 else 1 + true % 9
                 node = tree.add(node, token, tree.score[node] * 0.9)
                 tokens.append(token)
+            if request.request_id in self.spoils:
+                self.num_faults += 1
+                tree.is_finite = False
             trees.append(tree)
         return trees
 
@@ -210,7 +219,11 @@ class FakeDrafter:
     def _fault(self, where: str) -> None:
         if where in self.fails_at:
             self.fails_at.remove(where)
-            raise RuntimeError(where)
+            self._raise(where)
+
+    def _raise(self, why: str) -> NoReturn:
+        self.num_faults += 1
+        raise RuntimeError(why)
 
 
 @dataclass
@@ -328,7 +341,9 @@ class Server:
             assert list(row.token_ids) == read_row(self.cache, row.row, len(row.token_ids))
             assert not {POISON, NAN} & {*row.token_ids}
         known = {request.request_id for request in running if request.speculates}
-        assert known | {row.request_id for row in kept if row.speculates} == {*self.drafter.states}
+        known |= {row.request_id for row in kept if row.speculates}
+        guard = self.engine._drafter
+        assert guard is None or guard.is_off or known - guard._lost == {*self.drafter.states}
         self._check_stats()
         for ticket in self.tickets:
             self._check_ticket(ticket)
@@ -339,6 +354,7 @@ class Server:
         assert stats.submitted == ended + stats.waiting + stats.prefilling + stats.running
         admitted = [t.request for t in self.tickets if t.request.num_admissions]
         assert sum(request.prompt_len for request in admitted) == stats.prompt_tokens
+        assert stats.draft_faults == self.drafter.num_faults, "what else fails in it is a mistake"
         emitted = sum(ticket.request.num_output for ticket in self.tickets)
         assert emitted == stats.emitted_tokens
 
