@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from types import SimpleNamespace
 from typing import Any, NoReturn
 from zlib import crc32
@@ -99,10 +100,12 @@ class FakeTarget:
         logits, states = [], []
         for b, segment in enumerate(segments):
             committed = read_row(cache, segment.cache_row, slots.starts[b])
-            mask = segment.ancestor_mask_TT
+            masks = None if segment.ancestor_mask_TT is None else segment.ancestor_mask_TT.tolist()
             for node in range(len(segment.tokens)):
-                seen = range(node + 1) if mask is None else mask[node].nonzero().flatten().tolist()
-                prefix = committed + [segment.tokens[other] for other in seen]
+                seen = segment.tokens[: node + 1]
+                if masks is not None:
+                    seen = [*compress(segment.tokens, masks[node])]
+                prefix = committed + list(seen)
                 states.append([state_after(prefix)])
                 if node >= segment.num_silent:
                     logits.append(self._logits(prefix))
@@ -126,10 +129,12 @@ class FakeTarget:
 
 def read_row(cache: KVCache, row: int, count: int) -> list[int]:
     """The tokens in a row's first slots, which must lie in their order."""
-    stored = cache._keys_LBGSK[0, row, 0, :count]
-    assert list(range(count)) == stored[:, 1].tolist()
-    assert torch.equal(stored, -cache._values_LBGSK[0, row, 0, :count])
-    return [int(token) for token in stored[:, 0]]
+    # As lists: an operation on a tensor of so few numbers costs more than all of them.
+    stored = cache._keys_LBGSK[0, row, 0, :count].tolist()
+    assert list(range(count)) == [position for _, position in stored]
+    values = cache._values_LBGSK[0, row, 0, :count].tolist()
+    assert values == [[-token, -position] for token, position in stored]
+    return [int(token) for token, _ in stored]
 
 
 class FakeDrafter:

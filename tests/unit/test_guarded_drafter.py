@@ -142,15 +142,13 @@ def test_only_faults_in_a_row_turn_drafting_off() -> None:
 
 
 def test_a_request_that_waits_again_stays_without_drafts_on_what_it_left() -> None:
-    server = Server(max_slots=68)
-    requests = [server.submit(prompt, 40) for prompt in PROMPTS[:2]]
-    while server.engine.stats().preemptions == 0:
-        server.drafter.fails_on.add(requests[1].request_id)
-        server.step()
-        server.check()
-    (drafted,) = drafted_later(server, requests[1:])
+    server = Server(max_slots=64)
+    requests = [server.submit(PROMPTS[place], 40, speculates=place == 1) for place in (0, 1)]
+    server.drafter.fails_on.add(requests[1].request_id)
+    server.run()
 
-    assert 0 == drafted
+    assert 1 == server.engine.stats().draft_faults  # it is not asked for again
+    assert 0 == requests[1].stats.drafted
     assert requests[1].num_admissions > 1
     assert [answer(prompt, 40) for prompt in PROMPTS[:2]] == [
         request.token_ids[2:] for request in requests
