@@ -204,6 +204,13 @@ async def open_streams(clients: Clients, count: int, max_tokens: int) -> list[as
     return tasks
 
 
+async def leave_at_once(tasks: Sequence[asyncio.Task[str]]) -> None:
+    """All clients of these streams close their connections."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
 async def status(clients: Clients) -> dict[str, Any]:
     """The server's own account."""
     async with clients.session.get(clients.server.url + "/status.json") as response:

@@ -29,7 +29,7 @@ from outrider import LLM, SpeculationConfig
 from tests.server.conftest import ENGINE
 from tests.server.live import LiveServer
 
-NUM_CASES = int(os.environ.get("OUTRIDER_FUZZ_CASES", "400"))
+NUM_CASES = int(os.environ.get("OUTRIDER_FUZZ_CASES", "2000"))
 CHECKS = [
     not_a_server_error,
     status_code_conformance,

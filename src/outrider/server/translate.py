@@ -125,16 +125,17 @@ def joined(content: Content | None) -> str:
 
 
 def _template_message(message: Message) -> dict[str, Any]:
-    if isinstance(message, ToolMessage):
-        return {"role": "user", "content": tools.result_text(joined(message.content))}
+    role: str = message.role
     content = joined(message.content)
+    if isinstance(message, ToolMessage):
+        role, content = "user", tools.result_text(content)
     if isinstance(message, AssistantMessage):
         calls = [
             tools.call_text(call.function.name, call.function.arguments)
             for call in message.tool_calls or ()
         ]
         content = "\n".join([content, *calls] if content else calls)
-    written: dict[str, Any] = {"role": message.role, "content": content}
+    written: dict[str, Any] = {"role": role, "content": content}
     if message.name is not None:
         written["name"] = message.name
     return written
