@@ -12,7 +12,8 @@ Starts ``outrider serve`` on the embedded model and the loopback, and drives it:
     python benchmarks/soak.py --minutes 10 --json > soak.json
 
 Exit status 1 when a bound is broken. Clients share the machine with the server, so its figures are
-no measure of speed. Progress goes to stderr. Needs ``outrider[server,bench]``.
+no measure of speed. Flags that are not this script's own go to the server. Progress goes to stderr.
+Needs ``outrider[server,bench]`` and a system with signals and ``ps``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import json
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -222,7 +222,7 @@ async def soak(arguments: argparse.Namespace, flags: Sequence[str]) -> Figures:
         drain_exit_status=exit_status,
         drain_ends=dict(draining.ends),
         kill_s=kill_s,
-        kill_ends=dict(Counter(killed.ends)),
+        kill_ends=dict(killed.ends),
         failed=after["failed"],
         faults=after["faults"],
     )

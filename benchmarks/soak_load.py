@@ -24,6 +24,9 @@ from typing import Any, Self
 
 import aiohttp
 
+from outrider.bench.prompts import load_prompts
+from outrider.commands.serve_options import KEY_VARIABLE
+
 CHAT = "/v1/chat/completions"
 DONE = b"data: [DONE]"
 HANG_S = 300.0
@@ -35,8 +38,7 @@ class ServerProcess:
 
     def __init__(self, flags: Sequence[str]) -> None:
         command = [sys.executable, "-m", "outrider.cli", "serve", "--port", "0", *flags]
-        environment = {**os.environ, "OUTRIDER_API_KEY": ""}
-        environment.pop("OUTRIDER_API_KEY")
+        environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self._lines: list[str] = []
         self._has_spoken = threading.Event()
@@ -265,7 +267,7 @@ class HealthWatch:
 
 
 class MemoryWatch:
-    """A server's resident memory: now, and the highest of each half of a load."""
+    """A server's resident memory in MiB, once a second while entered."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.mib: list[float] = []
@@ -288,6 +290,4 @@ class MemoryWatch:
 
 def bundled_prompts(path: Path | None, max_chars: int = 1000) -> list[str]:
     """First turns that are not too long."""
-    from outrider.bench.prompts import load_prompts
-
     return [prompt.turns[0] for prompt in load_prompts(path) if len(prompt.turns[0]) <= max_chars]
