@@ -7,7 +7,7 @@ QUICK := not exact and not gpu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve test test-exact fuzz lint format peers heads heads-install clean
+.PHONY: help setup model demo serve test test-exact fuzz lint format peers soak heads heads-install clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ format: $(READY)  ## apply ruff's format and safe fixes
 
 peers: model  ## our decoding beside transformers' generate
 	@$(BIN)/python benchmarks/peers.py
+
+soak: model  ## a server at twice its capacity, a storm of clients, SIGTERM, SIGKILL (12 minutes)
+	@$(BIN)/python benchmarks/soak.py
 
 heads: model  ## train the embedded model's heads from the prompt book (hours)
 	@OUTRIDER=$(BIN)/outrider sh scripts/heads.sh train

@@ -33,6 +33,8 @@ class EngineStats:
             step that it took part in failed.
         faults: passes and steps that raised; ``failed`` counts those that one request was to
             blame for.
+        draft_faults: calls of the drafter that failed; the requests went on without it.
+        drafting_off: whether it failed so often that it is not asked any more.
         prompt_tokens: prompt tokens of all admitted requests.
         prefix_hits: admissions that started on an earlier request's keys and values.
         prefix_hit_tokens: tokens that they did not have to compute.
@@ -51,6 +53,8 @@ class EngineStats:
     slots_total: int
     kept_rows: int
     kept_tokens: int
+    draft_faults: int
+    drafting_off: bool
     submitted: int
     refused: int
     finished: int

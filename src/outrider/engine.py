@@ -8,7 +8,8 @@ Owns the target, its cache, the drafter and the scheduler, and the order in whic
     decode     a speculative step of all whose prompt is there
     settle     rows of those that ended become free; too many slots: the last one waits again
 
-A fault, that is an exception in a pass, ends the request that is to blame and no other:
+A fault of the drafter costs guesses alone (:mod:`outrider.drafters.guarded`). Any other fault, that
+is an exception in a pass, ends the request that is to blame and no other:
 
 - Nothing of a prefill pass is kept until it is over, so its requests are simply tried one by one;
   the one that fails alone is to blame.
@@ -38,6 +39,7 @@ from outrider.budget import Budget, CostTable
 from outrider.config import EngineConfig, SamplingParams
 from outrider.counters import Counters, EngineStats
 from outrider.drafters import Drafter
+from outrider.drafters.guarded import GuardedDrafter
 from outrider.drafters.prediction import PREDICTION_DEPTH
 from outrider.errors import ParameterError, PromptError
 from outrider.grammar import GrammarCompiler, GrammarConstraint
@@ -98,7 +100,8 @@ class Engine:
         self._decoder = decoder
         self._eos_ids = eos_ids
         self._prefill_chunk = config.prefill_chunk
-        self._drafter = drafter
+        vocab_size = target.config.vocab_size
+        self._drafter = None if drafter is None else GuardedDrafter(drafter, vocab_size)
         self._uses_blocks = uses_blocks
         self._grammars = grammars
         self._cache = target.new_cache(
@@ -199,7 +202,7 @@ class Engine:
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)  # somebody else's setting would change kernels
         with self.lock, torch.inference_mode():
-            ended = self._admit()
+            self._admit()
             started = self._clock()
             num_prefilled, failed = self._prefill()
             prefill_s = self._clock() - started
@@ -211,7 +214,7 @@ class Engine:
                 record = replace(record, prefill_s=prefill_s, prefill_tokens=num_prefilled)
             if record is not None:
                 self._counters.count_step(record)
-            return [*ended, *failed, *decoded], record
+            return [*failed, *decoded], record
 
     def abort(self, request: Request) -> None:
         """Cancel a request at any stage; its row is free at once. Ended requests are left alone."""
@@ -243,24 +246,19 @@ class Engine:
                 slots_total=self._scheduler.max_slots,
                 kept_rows=len(self._prefixes.rows),
                 kept_tokens=self._prefixes.num_tokens,
+                draft_faults=0 if self._drafter is None else self._drafter.num_faults,
+                drafting_off=self._drafter is not None and self._drafter.is_off,
                 **totals,
             )
 
-    def _admit(self) -> list[Request]:
-        """Give rows to those that wait; returns the ones whose drafter failed at that."""
-        failed = []
+    def _admit(self) -> None:
+        """Give rows to those that wait."""
         while (admission := self._scheduler.admit()) is not None:
-            request = admission.request
             try:
                 self._start(admission)
-            except Exception as error:
-                self._counters.faults += 1
-                self._fail(request, error)
-                failed.append(request)
             except BaseException:
-                self._end(request)
+                self._end(admission.request)
                 raise
-        return failed
 
     def _start(self, admission: Admission) -> None:
         """Tell the drafter, and go back to where it can follow."""

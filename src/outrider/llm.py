@@ -377,7 +377,7 @@ class LLM:
             text=request.output.text,
             token_ids=tuple(request.token_ids[request.prompt_len :]),
             finish_reason=request.finish_reason,
-            usage=Usage(request.prompt_len, request.num_output),
+            usage=Usage(request.prompt_len, request.num_output, request.num_reused),
             method=self.speculation.method if request.speculates else "off",
             speculation=request.stats,
             timing=request.timing(),

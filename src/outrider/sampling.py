@@ -197,6 +197,7 @@ class DraftView:
 
     Attributes:
         num_tokens: the request's tokens, root included; where a child of the root would stand.
+        is_finite: whether all logits so far were.
     """
 
     def __init__(
@@ -207,6 +208,7 @@ class DraftView:
         vocabulary: DraftVocabulary | None,
     ) -> None:
         self.num_tokens = prefix.num_tokens
+        self.is_finite = True
         self._warp = warp
         self._prefix = prefix
         self._noise = noise
@@ -220,6 +222,7 @@ class DraftView:
         """
         row = _row(logits_W)
         if not _is_finite(row):
+            self.is_finite = False
             return np.full_like(row, -np.inf)
         return self._warp(row, self._prefix, path)
 

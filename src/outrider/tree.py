@@ -36,6 +36,8 @@ class DraftTree:
     ``drawn`` holds, for each node whose token was drawn at random, the float32 probabilities
     ``[V]`` it was drawn from; at most one child of a node. Every other node is a fixed guess:
     certain once its prefix is known. Only the ``rejection`` rule tells the two apart.
+
+    ``is_finite``: no logits that the tree was made from, or would have been, were infinite or NaN.
     """
 
     token: list[int]
@@ -43,6 +45,7 @@ class DraftTree:
     depth: list[int] = field(default_factory=lambda: [0])
     score: list[float] = field(default_factory=lambda: [1.0])
     drawn: dict[int, NDArray[Any]] = field(default_factory=dict)
+    is_finite: bool = True
 
     @classmethod
     def root(cls, token: int) -> DraftTree:
@@ -129,6 +132,7 @@ class DraftTree:
             depth=[self.depth[old] for old in kept],
             score=[self.score[old] for old in kept],
             drawn={index[old]: law for old, law in self.drawn.items() if old in index},
+            is_finite=self.is_finite,
         )
 
     def best(
@@ -156,6 +160,7 @@ class DraftTree:
         assert not self.drawn
         assert not other.drawn
         merged = self.keep(range(1, len(self)))
+        merged.is_finite = self.is_finite and other.is_finite
         children = merged.children()
         place = [0]
         for node in range(1, len(other)):

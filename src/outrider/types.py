@@ -140,10 +140,14 @@ class PredictionStats:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request."""
+    """Token counts of one request.
+
+    ``cached_tokens`` of the prompt were not computed: an earlier request had left them.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from outrider.server.answers import Answers
 from outrider.server.errors import ApiError, failed
 from outrider.server.logprobs import TokenWriter
-from outrider.server.replies import ChatDeltas, TextDeltas, chat_choice, text_choice
+from outrider.server.replies import ChatDeltas, TextDeltas, Totals, chat_choice, text_choice
 from outrider.server.routes_openai import merged
 from outrider.server.schemas import Tool
 from outrider.server.streaming import batches
@@ -314,7 +315,19 @@ def test_chunks_of_one_answer_merge_into_one_piece() -> None:
         ]
     )
 
-    assert {0: ("ab", (one, two), done), 1: ("z", None, None)} == news
+    assert {0: TextChunk("ab", (1, 2), done, (one, two)), 1: TextChunk("z", (9,))} == news
+
+
+def test_a_prompt_counts_once_and_was_cached_as_far_as_none_of_its_answers_computed_it() -> None:
+    totals = Totals([10, 20], num_choices=2)
+    for index, cached in enumerate([9, 4, 0, 19]):
+        totals.add(index, replace(completion("ab"), usage=Usage(1, 2, cached)))
+    usage = totals.usage()
+
+    assert {"cached_tokens": 4} == usage["prompt_tokens_details"]
+    assert (30, 8, 38) == tuple(
+        usage[f"{name}_tokens"] for name in ("prompt", "completion", "total")
+    )
 
 
 @pytest.mark.parametrize(

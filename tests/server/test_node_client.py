@@ -1,6 +1,7 @@
-"""OpenAI's Node client, unchanged; skipped where node or the package is missing.
+"""OpenAI's Node client, unchanged.
 
-The package is looked for where node finds it, or under ``OUTRIDER_NODE_MODULES``.
+npm installs it at a pinned version into ``build/node``, once; where there is no node, no npm or no
+network, the tests are skipped and say why.
 """
 
 from __future__ import annotations
@@ -17,25 +18,50 @@ import pytest
 from tests.server.live import LiveServer, chat_body
 
 CLIENT = Path(__file__).with_name("node_client.cjs")
-NODE = shutil.which("node")
+PACKAGE = "openai@6.30.1"
+FOLDER = Path(__file__).parents[2] / "build" / "node" / PACKAGE
+NODE, NPM = shutil.which("node"), shutil.which("npm")
+# No lock file: it would name the registry that happens to be used here. No scripts of packages run.
+INSTALL = (
+    *("install", "--no-save", "--no-package-lock", "--ignore-scripts", "--no-audit", "--no-fund"),
+    *("--fetch-retries", "0", "--loglevel", "error", PACKAGE),
+)
 
 
-def run_node(*arguments: str) -> subprocess.CompletedProcess[str]:
-    assert NODE is not None
-    environment = {**os.environ, "NODE_PATH": os.environ.get("OUTRIDER_NODE_MODULES", "")}
+def run(*command: str | Path, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "NODE_PATH": str(FOLDER / "node_modules")}
     return subprocess.run(
-        [NODE, *arguments], capture_output=True, text=True, check=False, env=environment
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=timeout_s,
     )
+
+
+def install() -> None:
+    """The pinned client in its folder, or skip with the reason."""
+    if NODE is None:
+        pytest.skip("node is not installed")
+    if not (FOLDER / "node_modules" / "openai").exists():
+        if NPM is None:
+            pytest.skip("npm is not installed")
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        try:
+            done = run(NPM, *INSTALL, "--prefix", FOLDER, timeout_s=180)
+        except subprocess.TimeoutExpired:
+            pytest.skip(f"npm did not install {PACKAGE} within 180 s")
+        if done.returncode:
+            pytest.skip(f"npm cannot install {PACKAGE}: {done.stderr[-300:]}")
 
 
 @pytest.fixture(scope="module")
 def seen(server: LiveServer) -> dict[str, Any]:
     """What the Node client got, as JSON."""
-    if NODE is None:
-        pytest.skip("node is not installed")
-    if run_node("-e", "require('openai')").returncode:
-        pytest.skip("the npm package openai is not installed (OUTRIDER_NODE_MODULES)")
-    done = run_node(str(CLIENT), f"{server.url}/v1", json.dumps(chat_body()))
+    install()
+    assert NODE is not None
+    done = run(NODE, CLIENT, f"{server.url}/v1", json.dumps(chat_body()))
     assert 0 == done.returncode, done.stderr
     return json.loads(done.stdout)
 

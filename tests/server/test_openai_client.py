@@ -86,7 +86,12 @@ def test_the_pieces_of_a_stream_add_up_to_the_whole_answer(
     assert ("assistant", "") == (first.role, first.content)
     assert [None] * (len(chunks) - 1) == [chunk.usage for chunk in chunks[:-1]]
     assert [] == chunks[-1].choices
-    assert whole.usage == chunks[-1].usage
+    # The second of them may start on the first one's prompt; all other counts are the same.
+    usages = [
+        usage.model_copy(update={"prompt_tokens_details": None})
+        for usage in (whole.usage, chunks[-1].usage)
+    ]
+    assert usages[0] == usages[1]
     assert whole.choices[0].finish_reason == chunks[-2].choices[0].finish_reason
 
 
@@ -274,7 +279,12 @@ def test_a_conversation_goes_on_behind_a_call(client: openai.OpenAI) -> None:
     messages = [
         {"role": "user", "content": "Which way?"},
         message.model_dump(),
-        {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "over the bridge"},
+        {
+            "role": "tool",
+            "tool_call_id": message.tool_calls[0].id,
+            "name": "ask",  # other clients than OpenAI's own send it
+            "content": "over the bridge",
+        },
     ]
     body = {**chat_body(), "messages": messages}
     answer = client.chat.completions.create(**body, tools=[tool("ask")], tool_choice="none")

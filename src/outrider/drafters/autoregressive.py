@@ -248,9 +248,9 @@ class AutoregressiveDrafter:
             num_silent = len(tokens) if is_silent else len(tokens) - 1
             segments.append(Segment(state.row, tokens, range(len(tokens)), num_silent=num_silent))
             features += state.waiting
-            state.waiting = []
         output = self._pass(segments, features, from_target=True)
-        for state, tokens in pairs:
+        for state, tokens in pairs:  # not before: a pass that fails is tried again
+            state.waiting = []
             self._cache.extend(state.row, len(tokens))
         return output
 

@@ -150,6 +150,7 @@ class Growth:
 
     def kept(self) -> DraftTree:
         """The best nodes of all layers."""
+        self.tree.is_finite = self._view.is_finite
         return self.tree.best(self.shape.max_nodes, self.shape.max_depth, rank=self._rank)
 
     def learn(self, verified: DraftTree, emitted: Sequence[int]) -> None:

@@ -29,10 +29,12 @@ _GAUGES = {
     "outrider_slots": ("slots_total", "The most tokens there may be."),
     "outrider_kept_rows": ("kept_rows", "Free rows whose contents may be reused."),
     "outrider_kept_tokens": ("kept_tokens", "Tokens in free rows that may be reused."),
+    "outrider_drafting_off": ("drafting_off", "1 after repeated faults of the drafter."),
 }
 _COUNTERS = {
     "outrider_preemptions": ("preemptions", "Times that a running request had to wait again."),
     "outrider_faults": ("faults", "Passes and steps that raised."),
+    "outrider_draft_faults": ("draft_faults", "Calls of the drafter that failed."),
     "outrider_aborted_requests": ("aborted", "Requests cancelled."),
     "outrider_failed_requests": ("failed", "Requests ended by an error."),
     "outrider_finished_requests": ("finished", "Requests ended by a stop or their length."),

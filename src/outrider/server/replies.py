@@ -57,16 +57,25 @@ class Header:
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over the completions of one HTTP request."""
+    """Sums over the completions of one HTTP request.
 
-    prompt_tokens: int
+    ``prompt_lens`` has each prompt once, however many answers it gets: ``num_choices`` of them,
+    one behind the other.
+    """
+
+    prompt_lens: Sequence[int]
+    num_choices: int
     completion_tokens: int = 0
+    cached_tokens: dict[int, int] = field(default_factory=dict)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     prediction: PredictionStats = field(default_factory=PredictionStats)
 
-    def add(self, completion: Completion) -> None:
-        """Count one answer."""
+    def add(self, index: int, completion: Completion) -> None:
+        """Count answer ``index``."""
         self.completion_tokens += completion.usage.completion_tokens
+        # Its answers may reuse each other's prompt: one of them computed what was not there before.
+        prompt, cached = index // self.num_choices, completion.usage.cached_tokens
+        self.cached_tokens[prompt] = min(cached, self.cached_tokens.get(prompt, cached))
         self.speculation.add(completion.speculation)
         if completion.prediction is not None:
             self.prediction = PredictionStats(
@@ -77,13 +86,21 @@ class Totals:
     def usage(self) -> dict[str, Any]:
         """OpenAI's ``usage``; only tokens of the answers count, rejected predictions do not."""
         return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            **self.running_usage(self.completion_tokens),
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens.values())},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": self.prediction.accepted,
                 "rejected_prediction_tokens": self.prediction.rejected,
             },
+        }
+
+    def running_usage(self, num_tokens: int) -> dict[str, Any]:
+        """The counts alone, after so many tokens of all answers."""
+        num_prompt = sum(self.prompt_lens)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_prompt + num_tokens,
         }
 
     def speculative(self) -> dict[str, Any]:

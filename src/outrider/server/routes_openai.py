@@ -55,6 +55,7 @@ class Stream:
     totals: Totals
     deltas: Sequence[Deltas]
     wants_usage: bool
+    wants_running_usage: bool
     interval_s: float
     opening: Sequence[dict[str, Any]] = ()
 
@@ -65,44 +66,60 @@ class Stream:
             ApiError: an answer did not end well.
         """
         for choice in self.opening:
-            yield self._event([choice])
+            yield self._event([choice], 0)
+        num_tokens = 0
         open_choices = set(range(len(self.deltas)))
         async for batch in batches(self.answers, self.interval_s):
             news = merged(batch)
             # At a fixed cadence every open choice speaks each time, even if it has nothing to say.
             due = sorted(open_choices if self.interval_s > 0 else news)
             for index in due:
-                text, logprobs, completion = news.get(index, ("", None, None))
-                if completion is not None:
+                chunk = news.get(index, _NOTHING)
+                num_tokens += len(chunk.token_ids)
+                if chunk.completion is not None:
                     open_choices.discard(index)
-                    self.totals.add(completion)
-                elif not (text or logprobs or self.interval_s > 0):
+                    self.totals.add(index, chunk.completion)
+                elif not (chunk.text or chunk.logprobs or self.interval_s > 0):
                     continue
-                choice = self.deltas[index].feed(text, logprobs, completion)
+                choice = self.deltas[index].feed(chunk.text, chunk.logprobs, chunk.completion)
                 if choice is not None:
                     is_last = not open_choices and not self.wants_usage
-                    yield self._event([choice], **self._closing(is_last))
+                    yield self._event([choice], num_tokens, **self._closing(is_last))
         if self.wants_usage:
-            yield self._event([], usage=self.totals.usage(), **self._closing(True))
+            event = self._event([], num_tokens, **self._closing(True))
+            yield {**event, "usage": self.totals.usage()}
 
     def _closing(self, is_last: bool) -> dict[str, Any]:
         return {"speculative": self.totals.speculative()} if is_last else {}
 
-    def _event(self, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        usage = {"usage": None} if self.wants_usage else {}
-        return self.header.reply(choices, **{**usage, **more})
+    def _event(
+        self, choices: Sequence[dict[str, Any]], num_tokens: int, **more: Any
+    ) -> dict[str, Any]:
+        """``num_tokens``: of all choices, those of this event included."""
+        if self.wants_running_usage:
+            more["usage"] = self.totals.running_usage(num_tokens)
+        elif self.wants_usage:
+            more["usage"] = None
+        return self.header.reply(choices, **more)
 
 
-def merged(
-    batch: Sequence[tuple[int, TextChunk]],
-) -> dict[int, tuple[str, Sequence[TokenLogprobs] | None, Completion | None]]:
+_NOTHING = TextChunk("", ())
+
+
+def merged(batch: Sequence[tuple[int, TextChunk]]) -> dict[int, TextChunk]:
     """What came for each choice, as one piece."""
-    news: dict[int, tuple[str, Sequence[TokenLogprobs] | None, Completion | None]] = {}
+    news: dict[int, TextChunk] = {}
     for index, chunk in batch:
-        text, logprobs, completion = news.get(index, ("", None, None))
+        before = news.get(index, _NOTHING)
+        logprobs = before.logprobs
         if chunk.logprobs is not None:
             logprobs = (*(logprobs or ()), *chunk.logprobs)
-        news[index] = (text + chunk.text, logprobs, completion or chunk.completion)
+        news[index] = TextChunk(
+            before.text + chunk.text,
+            before.token_ids + chunk.token_ids,
+            before.completion or chunk.completion,
+            logprobs,
+        )
     return news
 
 
@@ -230,6 +247,7 @@ class OpenAIRoutes:
             totals=_totals(prepared),
             deltas=deltas,
             wants_usage=options is not None and bool(options.include_usage),
+            wants_running_usage=options is not None and bool(options.continuous_usage_stats),
             interval_s=self._service.settings.stream_interval_s,
         )
 
@@ -257,13 +275,12 @@ class OpenAIRoutes:
             except ApiError:
                 answers.abort("failed")
                 raise
-        for completion in completions:
-            totals.add(completion)
+        for index, completion in enumerate(completions):
+            totals.add(index, completion)
         choices = [choice(index, completion) for index, completion in enumerate(completions)]
         reply = header.reply(choices, usage=totals.usage(), speculative=totals.speculative())
         return JSONResponse(reply)
 
 
 def _totals(prepared: Prepared) -> Totals:
-    """A prompt counts once, however many answers it gets."""
-    return Totals(sum(map(len, prepared.prompts)))
+    return Totals(list(map(len, prepared.prompts)), prepared.num_choices)

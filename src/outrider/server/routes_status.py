@@ -26,6 +26,10 @@ _PAGE_HEADERS = {
     "script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'",
     "Cache-Control": "no-store",
 }
+_DRAFTING_OFF = (
+    "the drafter failed repeatedly and is off: texts are the same, but nothing is drafted; "
+    "see the log, and restart the server to draft again"
+)
 
 
 class StatusRoutes:
@@ -64,7 +68,8 @@ class StatusRoutes:
         if state in (State.DRAINING, State.STOPPED):
             raise unavailable("the server is shutting down", code="shutdown")
         await self.health(request)
-        return JSONResponse({"status": "ready"})
+        warning = {"warning": _DRAFTING_OFF} if self._service.thread.stats.drafting_off else {}
+        return JSONResponse({"status": "ready", **warning})
 
     async def metrics(self, request: HttpRequest) -> Response:  # noqa: ARG002
         """For Prometheus."""
@@ -108,6 +113,9 @@ class StatusRoutes:
             "failed": stats.failed,
             "refused": service.thread.metrics.num_refused(),
             "preemptions": stats.preemptions,
+            "faults": stats.faults,
+            "draft_faults": stats.draft_faults,
+            "drafting_off": stats.drafting_off,
             "prefix_hit_tokens": stats.prefix_hit_tokens,
             "prompt_tokens": stats.prompt_tokens,
             "emitted_tokens": stats.emitted_tokens,

@@ -40,6 +40,9 @@ class StreamOptions(Strict):
     """What a stream carries beside its chunks."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(
+        None, description="Every event carries the tokens so far, over all choices."
+    )
     include_obfuscation: bool | None = Field(
         None, description="Pad every event to a multiple of 256 bytes."
     )
@@ -157,6 +160,7 @@ class ToolMessage(Strict):
     role: Literal["tool"]
     content: Content
     tool_call_id: str = Field(max_length=128)
+    name: Text | None = None
 
 
 Message = Annotated[PlainMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]

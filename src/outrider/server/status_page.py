@@ -82,7 +82,8 @@ function show(now) {
   state.className = now.state === "ready" ? "" : "bad";
   document.getElementById("model").textContent = now.model;
   document.getElementById("fingerprint").textContent =
-    `${now.fingerprint} · ${now.method} · up ${duration(now.uptime_s)}`;
+    `${now.fingerprint} · ${now.method}${now.drafting_off ? " (off after faults)" : ""}` +
+    ` · up ${duration(now.uptime_s)}`;
   const tiles = document.getElementById("tiles");
   tiles.replaceChildren();
   const drafts = now.speculation;
