@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from outrider.config import GrammarSpec
 from outrider.errors import ParameterError
 from outrider.grammar_matcher import Matcher, State, Vocabulary, problem_of
-from outrider.grammar_notation import as_lark
+from outrider.grammar_notation import as_lark, wording
 
 if TYPE_CHECKING:
     import llguidance
@@ -172,7 +172,7 @@ class GrammarCompiler:
         start = Matcher(matcher, self._vocabulary).state(())
         if not start.may_go_on:
             raise ParameterError(
-                f"grammar: no text but at most the empty one is of this {key.spec.kind}"
+                f"grammar: no text but at most the empty one is of this {wording(key.spec.kind)}"
                 f"{_in_brackets(start.problem)}; give one that allows something"
             )
         return matcher
@@ -191,7 +191,7 @@ class GrammarCompiler:
             table = self._vocabulary.table
         matcher = llguidance.LLMatcher(table, lark, log_level=0, limits=limits)
         if problem := problem_of(matcher):
-            raise ParameterError(f"grammar: the {spec.kind} does not compile: {problem}")
+            raise ParameterError(f"grammar: the {wording(spec.kind)} does not compile: {problem}")
         return matcher
 
     @cached_property
