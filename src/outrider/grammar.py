@@ -1,6 +1,6 @@
 """Grammars: which tokens may come next, given those that are out.
 
-Owns compiling (llguidance, and only here), its limits and its cache, and one request's answers.
+Owns compiling (with llguidance), its limits and its cache, and one request's answers.
 Below ``warping``, which masks a row of logits with what is said here; knows neither logits nor
 trees. Above :mod:`outrider.grammar_matcher`, which moves the parser from one output to the next.
 
@@ -273,7 +273,12 @@ class GrammarConstraint:
 
     def for_drafts(self) -> DraftMasks:
         """The masks for whoever only guesses: never dear, and none where they would be."""
-        return DraftMasks(self._guessed_mask)
+        return DraftMasks(self)
+
+    def guessed_mask(self, output_ids: Sequence[int]) -> NDArray[np.bool_]:
+        """The mask, or none at all where the parser gives up; nothing is compiled for it."""
+        state = self._guess(tuple(output_ids))
+        return np.zeros(self._num_rows, np.bool_) if state is None else self._as_mask(state)
 
     def state(self, output_ids: Sequence[int]) -> State:
         """What may come after this output; the answers of a step are kept for a while."""
@@ -300,10 +305,6 @@ class GrammarConstraint:
             self._keep(key, state)
         return state
 
-    def _guessed_mask(self, output_ids: Sequence[int]) -> NDArray[np.bool_]:
-        state = self._guess(tuple(output_ids))
-        return np.zeros(self._num_rows, np.bool_) if state is None else self._as_mask(state)
-
     def _as_mask(self, state: State) -> NDArray[np.bool_]:
         bits = np.unpackbits(state.allowed, count=self._num_rows, bitorder="little")
         mask_V = bits.view(np.bool_)
@@ -328,8 +329,12 @@ class GrammarConstraint:
 class DraftMasks:
     """What a grammar says to a drafter: masks that may lack what is allowed."""
 
-    def __init__(self, mask: Callable[[Sequence[int]], NDArray[np.bool_]]) -> None:
-        self.mask = mask
+    def __init__(self, constraint: GrammarConstraint) -> None:
+        self._constraint = constraint
+
+    def mask(self, output_ids: Sequence[int]) -> NDArray[np.bool_]:
+        """Which tokens may come after this output, as far as that is cheap to say. ``[V]``."""
+        return self._constraint.guessed_mask(output_ids)
 
 
 # Nodes of a tree and the tokens of a step, with room: a drafter, the sampler and the stop rules ask

@@ -96,13 +96,12 @@ class Matcher:
         if not self._move_to(output_ids):
             if self._eos_set.isdisjoint(output_ids):
                 self._mask()  # says whether it was the token or the memory
-            problem = problem_of(self._parser)
-            return State(nothing, may_end=False, problem="" if _is_end(problem) else problem)
+            return State(nothing, may_end=False, problem=self._trouble())
         may_end = self._parser.is_accepting()
         bits = np.frombuffer(self._mask(), dtype=np.uint8)
-        if problem := problem_of(self._parser):
-            is_end = may_end and _is_end(problem)
-            return State(nothing, may_end=is_end, problem="" if is_end else problem)
+        if self._parser.is_error():
+            problem = self._trouble()
+            return State(nothing, may_end=may_end and not problem, problem=problem)
         allowed = nothing
         num_bytes = min(bits.size, allowed.size)
         allowed[:num_bytes] = bits[:num_bytes]
@@ -143,6 +142,11 @@ class Matcher:
             if self._parser.is_error():
                 self._restart()
 
+    def _trouble(self) -> str:
+        """Why the parser gave up; "" if only because no token follows."""
+        problem = problem_of(self._parser)
+        return "" if problem in ("NoExtension", "NoExtensionBias") else problem
+
     def _mask(self) -> bytes:
         """The parser's mask of where it stands, which it will remember."""
         self._masked_len = len(self._consumed)
@@ -163,8 +167,3 @@ def problem_of(parser: llguidance.LLMatcher) -> str:
         return reason
     first = next(iter(parser.get_error().splitlines()), reason)
     return first if len(first) <= 200 else f"{first[:200]} ..."
-
-
-def _is_end(problem: str) -> bool:
-    """Whether it is no more than that no token follows."""
-    return problem in ("NoExtension", "NoExtensionBias")
