@@ -119,11 +119,11 @@ def test_masks_in_nested_grammars_are_those_of_who_was_asked_nothing_else(
 ) -> None:
     asked = BRACKETS_COMPILER.constraint(NESTED)
     for wanted in outputs:
+        fresh = BRACKETS_COMPILER.constraint(NESTED)
         output: list[int] = []
         for token in wanted:  # mostly a text of the grammar
-            choices = np.flatnonzero(asked.for_drafts().mask(output)).tolist()
+            choices = np.flatnonzero(fresh.mask(output)).tolist()
             output.append(choices[token % len(choices)] if choices else token)
-        fresh = BRACKETS_COMPILER.constraint(NESTED)
 
         assert np.array_equal(fresh.mask(output), asked.mask(output))
 
