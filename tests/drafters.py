@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from outrider.drafters.base import DraftRequest
+from outrider.drafters.base import DraftRequest, Identified
 from outrider.tree import DraftTree
 
 # (tokens of the request, how many to foresee) -> the target's own next tokens
@@ -79,7 +79,7 @@ class ScriptedDrafter:
         for request in requests:
             assert request.request_id in self.live_requests
 
-    def release(self, request: DraftRequest) -> None:
+    def release(self, request: Identified) -> None:
         self.live_requests.discard(request.request_id)  # it may never have been admitted
 
     def _grow(self, request: DraftRequest, depth: int) -> DraftTree:

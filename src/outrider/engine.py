@@ -164,17 +164,17 @@ class Engine:
             prediction_ids=prediction_ids if speculates else (),
             salt=salt,
             clock=self._clock,
-            constraint=self._constraint(params),
+            constraint=self._constraint(params, salt),
         )
 
-    def _constraint(self, params: SamplingParams) -> GrammarConstraint | None:
+    def _constraint(self, params: SamplingParams, salt: str) -> GrammarConstraint | None:
         if params.grammar is None:
             return None
         if self._grammars is None:
             raise ParameterError(
                 "grammar: this engine has no compiler for grammars; leave the grammar out"
             )
-        return self._grammars.constraint(params.grammar, ignores_eos=params.ignore_eos)
+        return self._grammars.constraint(params.grammar, ignores_eos=params.ignore_eos, salt=salt)
 
     def submit(self, request: Request) -> None:
         """Queue a request; it runs as soon as a cache row is free.

@@ -1,15 +1,15 @@
 """Grammars: which tokens may come next, given those that are out.
 
-Owns compiling (llguidance, and only here), its limits and its cache, and one matcher per request.
+Owns compiling (with llguidance), its limits and its cache, and one request's answers.
 Below ``warping``, which masks a row of logits with what is said here; knows neither logits nor
-trees. For the sampler a grammar is a pure function of the output so far: a matcher remembers where
-it stands only to get to the next place quickly, forwards by the new tokens and backwards over those
-of a draft that was not accepted::
+trees. Above :mod:`outrider.grammar_matcher`, which moves the parser from one output to the next.
 
-    asked about   a b | c d      path of a draft
-    next          a b | x        goes back two tokens, forward one
-
-so a mask cannot depend on what was drafted, and there is nothing to roll back.
+For the sampler a grammar is a pure function of the output so far, so that a text depends neither on
+drafts nor on neighbours. What could break this is the memory of the lexer that requests with the
+same grammar share: it fills up with whatever is asked, drafts included. The sampler never hears of
+that, since it is then given the answer of a new, empty memory, which is bounded by the output
+alone. Whoever only guesses gets no new memory, and no answer until the sampler has asked again
+(:meth:`GrammarConstraint.for_drafts`): a draft may cost no compiling.
 
 llguidance would also force the tokeniser's own spelling of text that has only one way to go on.
 That is switched off: every token that the grammar allows is allowed, and the target chooses.
@@ -20,7 +20,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -29,7 +28,8 @@ from numpy.typing import NDArray
 
 from outrider.config import GrammarSpec
 from outrider.errors import ParameterError
-from outrider.grammar_notation import as_lark
+from outrider.grammar_matcher import Matcher, State, Vocabulary, problem_of
+from outrider.grammar_notation import as_lark, wording
 
 if TYPE_CHECKING:
     import llguidance
@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 _LIMITS: dict[str, Any] = {
     "max_items_in_row": 500,  # an ambiguous grammar takes their square in time, for each token
     "initial_lexer_fuel": 500_000,
-    "step_lexer_fuel": 100_000,
+    # A fifth of a second at worst. A new memory has to find out at once what the old one had learnt
+    # step by step, so this must not be what ends a text that had got so far.
+    "step_lexer_fuel": 2_000_000,
     "step_max_items": 20_000,
     "max_lexer_states": 20_000,  # one or two kilobytes each
     "max_grammar_size": 50_000,
@@ -71,46 +73,11 @@ class TokenBytes(Protocol):
         ...
 
 
-class State(NamedTuple):
-    """What may come after some output.
+class _Key(NamedTuple):
+    """Who may share a compiled grammar."""
 
-    ``allowed`` holds a bit per token, lowest first, end-of-sequence left out; ``may_end`` says that
-    the output is a whole text of the grammar; ``problem`` is why the parser gave up, "" mostly.
-    """
-
-    allowed: NDArray[np.uint8]
-    may_end: bool
-    problem: str = ""
-
-    @property
-    def may_go_on(self) -> bool:
-        """Whether any token of text may come."""
-        return bool(self.allowed.any())
-
-
-@dataclass(frozen=True, slots=True)
-class _Vocabulary:
-    """What a mask is about: its width, which ids end a text, and the matchers' own table."""
-
-    num_rows: int
-    eos_ids: tuple[int, ...]
-    table: llguidance.LLTokenizer
-
-    @classmethod
-    def of(cls, tokenizer: TokenBytes, num_rows: int) -> _Vocabulary:
-        """Read all tokens once; about a second for 50,000 of them."""
-        import llguidance
-
-        spellings = _Spellings(tokenizer, num_rows)
-        return cls(
-            num_rows,
-            spellings.eos_ids,
-            llguidance.LLTokenizer(
-                llguidance.TokenizerWrapper(spellings),
-                n_vocab=len(spellings.tokens),
-                eos_token=list(spellings.eos_ids) or spellings.eos_token_id,
-            ),
-        )
+    salt: str
+    spec: GrammarSpec
 
 
 class GrammarCompiler:
@@ -136,64 +103,76 @@ class GrammarCompiler:
         self._num_rows = num_rows
         self._max_entries = max_entries
         self._max_chars = max_chars
-        self._known: OrderedDict[GrammarSpec, llguidance.LLMatcher] = OrderedDict()
+        self._known: OrderedDict[_Key, llguidance.LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
         self._vocabulary_lock = threading.Lock()
 
-    def constraint(self, spec: GrammarSpec, *, ignores_eos: bool = False) -> GrammarConstraint:
+    def constraint(
+        self, spec: GrammarSpec, *, ignores_eos: bool = False, salt: str = ""
+    ) -> GrammarConstraint:
         """A fresh matcher for one request; ``ignores_eos`` never allows an end-of-sequence id.
 
-        Takes up to about a second for a new grammar, a few more for the first one of all.
+        What is compiled is shared with requests of the same ``salt`` alone, so that the time that
+        it takes tells nobody what others have asked. Takes up to about a second for a new grammar,
+        a few more for the first one of all.
 
         Raises:
             ParameterError: the grammar is malformed, too large, uses what is not supported, or
                 has no text but the empty one; or llguidance is not installed.
         """
+        key = _Key(salt, spec)
         with self._lock:
-            compiled = self._known.get(spec)
+            compiled = self._known.get(key)
             if compiled is not None:
-                self._known.move_to_end(spec)
+                self._known.move_to_end(key)
         if compiled is None:
-            compiled = self._checked(spec)
-            self._remember(spec, compiled)
-        return self._constraint(spec, compiled, ignores_eos=ignores_eos)
+            compiled = self._checked(key)
+            self._remember(key, compiled)
+        return self._constraint(key, compiled, ignores_eos=ignores_eos)
 
     @property
     def num_known(self) -> int:
         """Compiled grammars that are remembered."""
         return len(self._known)
 
-    def _remember(self, spec: GrammarSpec, compiled: llguidance.LLMatcher) -> None:
+    def _remember(self, key: _Key, compiled: llguidance.LLMatcher) -> None:
         with self._lock:
-            self._known[spec] = compiled
-            num_chars = sum(len(known.text) for known in self._known)
+            self._known[key] = compiled
+            num_chars = sum(len(known.spec.text) for known in self._known)
             while len(self._known) > self._max_entries or num_chars > self._max_chars:
                 dropped, _ = self._known.popitem(last=False)
-                num_chars -= len(dropped.text)
+                num_chars -= len(dropped.spec.text)
 
     def _constraint(
-        self, spec: GrammarSpec, compiled: llguidance.LLMatcher, *, ignores_eos: bool = False
+        self, key: _Key, compiled: llguidance.LLMatcher, *, ignores_eos: bool = False
     ) -> GrammarConstraint:
         return GrammarConstraint(
             compiled,
             self._vocabulary,
-            renew=partial(self._renew, spec),
+            renew=partial(self._renew, key),
             ignores_eos=ignores_eos,
         )
 
-    def _renew(self, spec: GrammarSpec) -> llguidance.LLMatcher:
-        """A compiled grammar with an empty memory, from now on for everybody."""
-        compiled = self._compile(spec)
-        self._remember(spec, compiled)
-        return compiled
+    def _renew(self, key: _Key, full: llguidance.LLMatcher) -> tuple[llguidance.LLMatcher, bool]:
+        """The grammar with another memory than this one, and whether that is empty.
 
-    def _checked(self, spec: GrammarSpec) -> llguidance.LLMatcher:
+        The one that a neighbour has renewed already, or else a new one, from now on for everybody.
+        """
+        with self._lock:
+            known = self._known.get(key)
+        if known is not None and known is not full:
+            return known, False
+        compiled = self._compile(key.spec)
+        self._remember(key, compiled)
+        return compiled, True
+
+    def _checked(self, key: _Key) -> llguidance.LLMatcher:
         """A matcher before its first token, known to allow one."""
-        matcher = self._compile(spec)
-        start = self._constraint(spec, matcher).state(())
+        matcher = self._compile(key.spec)
+        start = Matcher(matcher, self._vocabulary).state(())
         if not start.may_go_on:
             raise ParameterError(
-                f"grammar: no text but at most the empty one is of this {spec.kind}"
+                f"grammar: no text but at most the empty one is of this {wording(key.spec.kind)}"
                 f"{_in_brackets(start.problem)}; give one that allows something"
             )
         return matcher
@@ -211,48 +190,59 @@ class GrammarCompiler:
         with self._vocabulary_lock:
             table = self._vocabulary.table
         matcher = llguidance.LLMatcher(table, lark, log_level=0, limits=limits)
-        if problem := _problem(matcher):
-            raise ParameterError(f"grammar: the {spec.kind} does not compile: {problem}")
+        if problem := problem_of(matcher):
+            raise ParameterError(f"grammar: the {wording(spec.kind)} does not compile: {problem}")
         return matcher
 
     @cached_property
-    def _vocabulary(self) -> _Vocabulary:
-        return _Vocabulary.of(self._tokenizer, self._num_rows)
+    def _vocabulary(self) -> Vocabulary:
+        """All tokens, read once; about a second for 50,000 of them."""
+        import llguidance
+
+        spellings = _Spellings(self._tokenizer, self._num_rows)
+        return Vocabulary(
+            self._num_rows,
+            spellings.eos_ids,
+            llguidance.LLTokenizer(
+                llguidance.TokenizerWrapper(spellings),
+                n_vocab=len(spellings.tokens),
+                eos_token=list(spellings.eos_ids) or spellings.eos_token_id,
+            ),
+        )
 
 
 class GrammarConstraint:
     """One request's grammar; each answer depends on the output it is asked about alone.
 
-    Not safe to share between threads that ask at once. The copies of one compiled grammar share a
-    memory of what they have seen, which can fill up; ``renew`` compiles the grammar again.
+    Not safe to share between threads that ask at once.
+
+    Args:
+        compiled: the grammar, with the memory that its copies share.
+        vocabulary: the tokens that it was compiled for.
+        renew: the grammar with another memory than a full one, and whether that is empty.
+        ignores_eos: never allow an end-of-sequence id.
     """
 
     def __init__(
         self,
         compiled: llguidance.LLMatcher,
-        vocabulary: _Vocabulary,
+        vocabulary: Vocabulary,
         *,
-        renew: Callable[[], llguidance.LLMatcher],
+        renew: Callable[[llguidance.LLMatcher], tuple[llguidance.LLMatcher, bool]],
         ignores_eos: bool = False,
     ) -> None:
-        self._compiled = compiled
+        self._matcher = Matcher(compiled, vocabulary)
         self._renew = renew
         self._num_rows = vocabulary.num_rows
         self._eos_ids = list(vocabulary.eos_ids)
-        self._ignores_eos = ignores_eos
         self._eos_set = frozenset(vocabulary.eos_ids)
-        self._matcher = compiled.deep_copy()
-        self._consumed: list[int] = []
+        self._ignores_eos = ignores_eos
         self._states: OrderedDict[tuple[int, ...], State] = OrderedDict()
+        self._may_guess = True  # until a guess fails; again when the sampler has asked
 
     def mask(self, output_ids: Sequence[int]) -> NDArray[np.bool_]:
         """Which tokens may come after this output; none where it is not of the grammar. ``[V]``."""
-        state = self.state(output_ids)
-        bits = np.unpackbits(state.allowed, count=self._num_rows, bitorder="little")
-        mask_V = bits.view(np.bool_)
-        if state.may_end and not self._ignores_eos:
-            mask_V[self._eos_ids] = True
-        return mask_V
+        return self._as_mask(self.state(output_ids))
 
     def is_complete(self, output_ids: Sequence[int]) -> bool:
         """Whether this output is a whole text of the grammar that nothing can follow."""
@@ -260,14 +250,16 @@ class GrammarConstraint:
         return state.may_end and not state.may_go_on
 
     def num_valid(self, output_ids: Sequence[int], path: Sequence[int]) -> int:
-        """How many tokens of ``path`` may follow this output, one after the other."""
+        """How many tokens of ``path`` may follow this output, one after the other.
+
+        Fewer where saying so would need a new memory: it is asked about drafts.
+        """
         num_text = next((n for n, token in enumerate(path) if token in self._eos_set), len(path))
-        if not self._move_to(output_ids):
-            return 0
-        num_valid = self._matcher.validate_tokens(list(path[:num_text])) if num_text else 0
+        num_valid = self._matcher.num_valid(output_ids, path[:num_text])
         if num_text == len(path) or num_valid < num_text or self._ignores_eos:
             return num_valid
-        return num_valid + self.state([*output_ids, *path[:num_text]]).may_end
+        state = self._guess((*output_ids, *path[:num_text]))
+        return num_valid + (state is not None and state.may_end)
 
     def failure(self, output_ids: Sequence[int]) -> str | None:
         """Why no token at all may come after this output; None where one may."""
@@ -279,63 +271,70 @@ class GrammarConstraint:
             f"{_in_brackets(state.problem)}"
         )
 
+    def for_drafts(self) -> DraftMasks:
+        """The masks for whoever only guesses: never dear, and none where they would be."""
+        return DraftMasks(self)
+
+    def guessed_mask(self, output_ids: Sequence[int]) -> NDArray[np.bool_]:
+        """The mask, or none at all where the parser gives up; nothing is compiled for it."""
+        state = self._guess(tuple(output_ids))
+        return np.zeros(self._num_rows, np.bool_) if state is None else self._as_mask(state)
+
     def state(self, output_ids: Sequence[int]) -> State:
         """What may come after this output; the answers of a step are kept for a while."""
         key = tuple(output_ids)
-        state = self._states.get(key)
+        self._may_guess = True
+        state = self._known(key)
         if state is None:
-            state = self._ask(key)
-            if state.problem:
-                # Perhaps only because of what else was asked, here or by others: ask afresh.
-                self._compiled = self._renew()
-                self._restart()
-                state = self._ask(key)
-            self._states[key] = state
-            if len(self._states) > _NUM_STATES:
-                self._states.popitem(last=False)
+            state, is_empty = self._matcher.state(key), False
+            while state.is_memory_full and not is_empty:
+                compiled, is_empty = self._renew(self._matcher.compiled)
+                self._matcher.use(compiled)
+                state = self._matcher.state(key)
+            self._keep(key, state)
         return state
 
-    def _ask(self, output_ids: tuple[int, ...]) -> State:
-        nothing = np.zeros(-(-self._num_rows // 8), dtype=np.uint8)
-        if not self._move_to(output_ids):
-            return State(nothing, may_end=False, problem=_problem(self._matcher))
-        may_end = self._matcher.is_accepting()
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        if problem := _problem(self._matcher):
-            is_end = may_end and problem in ("NoExtension", "NoExtensionBias")
-            return State(nothing, may_end=is_end, problem="" if is_end else problem)
-        allowed = nothing
-        num_bytes = min(bits.size, allowed.size)
-        allowed[:num_bytes] = bits[:num_bytes]
-        for token in self._eos_ids:
-            allowed[token // 8] &= 0xFF ^ (1 << token % 8)
-        if self._num_rows % 8:  # what the tokeniser has beyond the model's rows
-            allowed[-1] &= (1 << self._num_rows % 8) - 1
-        return State(allowed, may_end)
+    def _guess(self, key: tuple[int, ...]) -> State | None:
+        """The same for a guess; None where the parser gives up, and then until the next state."""
+        state = self._known(key)
+        if state is None and self._may_guess:
+            state = self._matcher.state(key)
+            if state.problem:  # finding out took long, or the memory is full
+                self._may_guess = False
+                return None
+            self._keep(key, state)
+        return state
 
-    def _move_to(self, output_ids: Sequence[int]) -> bool:
-        """Stand behind this output; False if the grammar does not get there."""
-        if self._matcher.is_error():  # it never leaves an error, which may be of another path
-            self._restart()
-        output = list(output_ids)
-        num_shared = _shared_len(self._consumed, output)
-        num_back = len(self._consumed) - num_shared
-        if num_back and not self._matcher.rollback(num_back):
-            self._restart()
-            num_shared = 0
-        del self._consumed[num_shared:]
-        rest = output[num_shared:]
-        if not rest:
-            return True
-        if not self._eos_set.isdisjoint(rest):
-            return False  # nothing follows the end
-        num_consumed = self._matcher.try_consume_tokens(rest)
-        self._consumed += rest[:num_consumed]
-        return num_consumed == len(rest)
+    def _as_mask(self, state: State) -> NDArray[np.bool_]:
+        bits = np.unpackbits(state.allowed, count=self._num_rows, bitorder="little")
+        mask_V = bits.view(np.bool_)
+        if state.may_end and not self._ignores_eos:
+            mask_V[self._eos_ids] = True
+        return mask_V
 
-    def _restart(self) -> None:
-        self._matcher = self._compiled.deep_copy()
-        self._consumed = []
+    def _known(self, key: tuple[int, ...]) -> State | None:
+        """What is known already, be it from the output without its last token."""
+        state = self._states.get(key)
+        before = self._states.get(key[:-1]) if state is None and key else None
+        if before is not None and not before.allows(key[-1]):
+            return State(np.zeros_like(before.allowed), may_end=False, problem=before.problem)
+        return state
+
+    def _keep(self, key: tuple[int, ...], state: State) -> None:
+        self._states[key] = state
+        if len(self._states) > _NUM_STATES:
+            self._states.popitem(last=False)
+
+
+class DraftMasks:
+    """What a grammar says to a drafter: masks that may lack what is allowed."""
+
+    def __init__(self, constraint: GrammarConstraint) -> None:
+        self._constraint = constraint
+
+    def mask(self, output_ids: Sequence[int]) -> NDArray[np.bool_]:
+        """Which tokens may come after this output, as far as that is cheap to say. ``[V]``."""
+        return self._constraint.guessed_mask(output_ids)
 
 
 # Nodes of a tree and the tokens of a step, with room: a drafter, the sampler and the stop rules ask
@@ -360,31 +359,6 @@ class _Spellings:
     def __call__(self, text: bytes | str) -> list[int]:  # noqa: ARG002 - nothing is forced
         """The tokens of a text; only asked for where text is forced, which is switched off."""
         return []
-
-
-def _shared_len(one: list[int], other: list[int]) -> int:
-    """How many first tokens are the same."""
-    low, high = 0, min(len(one), len(other))
-    if one[:high] == other[:high]:
-        return high
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[:middle] == other[:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _problem(matcher: llguidance.LLMatcher) -> str:
-    """What is wrong with a matcher, in one line; "" if nothing is."""
-    if not matcher.is_error():
-        return ""
-    reason = matcher.stop_reason()
-    if reason not in ("NotStopped", "InternalError"):
-        return reason
-    first = next(iter(matcher.get_error().splitlines()), reason)
-    return first if len(first) <= 200 else f"{first[:200]} ..."
 
 
 def _in_brackets(problem: str) -> str:

@@ -56,7 +56,12 @@ def as_lark(spec: GrammarSpec) -> str:
                 )
             return spec.text
         case GrammarKind.TAGGED_JSON:
-            return _tagged_as_lark(_parsed("tagged_json", spec.text))
+            return _tagged_as_lark(_parsed(wording(spec.kind), spec.text))
+
+
+def wording(kind: GrammarKind) -> str:
+    """What a kind is called in a message; who sends functions has never heard of tagged_json."""
+    return "schema in tags" if kind is GrammarKind.TAGGED_JSON else str(kind)
 
 
 def _tagged_as_lark(wanted: Any) -> str:

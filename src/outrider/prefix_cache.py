@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outrider.sequences import shared_len
+
 # A shorter shared prefix saves less than the copy and the lookup cost.
 MIN_SHARED = 16
 
@@ -95,21 +97,3 @@ class PrefixCache:
             if best is None or (shared, kept.speculates) >= (best[1], best[0].speculates):
                 best = kept, shared
         return best
-
-
-def shared_len(first: Sequence[int], second: Sequence[int]) -> int:
-    """Tokens with which both begin.
-
-    By halving, on slices that compare at the speed of C; most pairs differ at once.
-    """
-    low, high = 0, min(len(first), len(second))
-    first, second = tuple(first[:high]), tuple(second[:high])
-    if first[:MIN_SHARED] != second[:MIN_SHARED]:
-        high = min(high, MIN_SHARED)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -67,7 +67,7 @@ class Request:
         self.prediction_ids = tuple(prediction_ids)
         check_ids("prediction_ids", self.prediction_ids, vocab_size)
         predicts = may_draft and bool(self.prediction_ids)
-        self.prediction = Prediction(self.prediction_ids) if predicts else None
+        self.prediction = Prediction(self.prediction_ids, max_model_len) if predicts else None
         self.constraint = constraint
         self.sampler = RequestSampler(
             params,
@@ -159,9 +159,11 @@ class Request:
 
     def _dead_end(self) -> str:
         """Why the target picks nothing after the last token."""
-        output_ids = self.output.token_ids
-        failure = None if self.constraint is None else self.constraint.failure(output_ids)
-        return failure or f"the target's logits at position {len(self.token_ids)} are not finite"
+        message = f"the target's logits at position {len(self.token_ids)} are not finite"
+        if self.constraint is None:
+            return message
+        failure = self.constraint.failure(self.output.token_ids)
+        return failure or f"{message}, or rule out every token that the grammar allows"
 
     def fail(self, message: str) -> None:
         """End with an error; what was emitted stays."""

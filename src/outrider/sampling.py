@@ -157,9 +157,8 @@ class RequestSampler:
         the drafter's, None where it is the target's own.
         """
         assert vocabulary is None or vocabulary.target_size == self._vocab_size
-        warp = Warp(
-            self.params, self._prompt_ids, self._forbidden_ids, vocabulary, self._constraint
-        )
+        masks = None if self._constraint is None else self._constraint.for_drafts()
+        warp = Warp(self.params, self._prompt_ids, self._forbidden_ids, vocabulary, masks)
         noise = None if self.params.is_greedy else self.noise
         return DraftView(warp, warp.prefix(token_ids), noise, vocabulary)
 
@@ -307,7 +306,7 @@ def _forbidden_ids(
 def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
     """Refuse ids that the model's vocabulary does not have."""
     for token in ids:
-        if token >= vocab_size:
+        if not 0 <= token < vocab_size:
             raise ParameterError(
                 f"{name}: token id {token} is outside the vocabulary; allowed: "
                 f"0 .. {vocab_size - 1}"

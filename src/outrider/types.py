@@ -42,10 +42,10 @@ DIMENSIONS = {
 class FinishReason(StrEnum):
     """Why a request ended."""
 
-    STOP = "stop"  # an end-of-sequence token, a stop id or a stop string
+    STOP = "stop"  # an end-of-sequence token, a stop id, a stop string or the end of a grammar
     LENGTH = "length"  # max_tokens, or the end of the context
     ABORT = "abort"  # cancelled by the caller
-    ERROR = "error"  # logits that are not finite, or an internal fault
+    ERROR = "error"  # logits that are not finite, a grammar's dead end, or an internal fault
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,14 +80,23 @@ def softmax(row: Row) -> Row:
     return (weight / weight.sum()).astype(np.float32)
 
 
-class Constraint(Protocol):
-    """What the output must be, as :mod:`outrider.grammar` compiles it.
-
-    Every answer is about the output given, whatever was asked before.
-    """
+class Masks(Protocol):
+    """Says which tokens of the vocabulary may come."""
 
     def mask(self, output_ids: Sequence[int]) -> NDArray[np.bool_]:
         """Which tokens may come after this output; none where it is wrong itself. ``[V]``."""
+        ...
+
+
+class Constraint(Masks, Protocol):
+    """What the output must be, as :mod:`outrider.grammar` compiles it.
+
+    Every answer is about the output given, whatever was asked before; only what is said of drafts
+    may be less than the whole.
+    """
+
+    def for_drafts(self) -> Masks:
+        """The masks for a drafter: none where finding out would be dear."""
         ...
 
     def num_valid(self, output_ids: Sequence[int], path: Sequence[int]) -> int:
@@ -137,7 +146,7 @@ class Warp:
         prompt_ids: Collection[int],
         forbidden_ids: Collection[int],
         vocabulary: DraftVocabulary | None = None,
-        constraint: Constraint | None = None,
+        constraint: Masks | None = None,
     ) -> None:
         self._params = params
         self._constraint = constraint

@@ -93,9 +93,39 @@ def test_a_wrong_twin_that_forgets_to_go_back_is_caught() -> None:
     """The property above sees a matcher whose answers depend on what was asked before."""
     constraint = regex("(ab|ba)*c?")
     constraint.mask([0])
-    constraint._consumed = []  # as if nothing had to be taken back
+    constraint._matcher._consumed = []  # as if nothing had to be taken back
 
     assert expected("(ab|ba)*c?", [1]) != allowed(constraint, [1])
+
+
+# Two kinds of brackets that a token may close together with what stands in them.
+BRACKETS = Spelled((b"(", b"[", b"a", b")", b"]", b"a)", b"a]", b"<end>"), frozenset({7}))
+BRACKETS_COMPILER = GrammarCompiler(BRACKETS, 8)
+NESTED = GrammarSpec(GrammarKind.LARK, 'start: e\ne: "(" i+ ")" | "[" i+ "]"\ni: "a" | e\n')
+
+
+def test_a_mask_is_not_that_of_another_place_with_the_same_expectations() -> None:
+    """After either bracket the parser is in a row of the same number and a lexer's same state."""
+    constraint = BRACKETS_COMPILER.constraint(NESTED)
+
+    assert [0, 1, 2, 5] == np.flatnonzero(constraint.mask([0])).tolist()
+    assert [0, 1, 2, 6] == np.flatnonzero(constraint.mask([1])).tolist()
+
+
+@settings(max_examples=100)
+@given(st.lists(st.lists(st.integers(0, 6), max_size=6), min_size=2, max_size=12))
+def test_masks_in_nested_grammars_are_those_of_who_was_asked_nothing_else(
+    outputs: list[list[int]],
+) -> None:
+    asked = BRACKETS_COMPILER.constraint(NESTED)
+    for wanted in outputs:
+        fresh = BRACKETS_COMPILER.constraint(NESTED)
+        output: list[int] = []
+        for token in wanted:  # mostly a text of the grammar
+            choices = np.flatnonzero(fresh.mask(output)).tolist()
+            output.append(choices[token % len(choices)] if choices else token)
+
+        assert np.array_equal(fresh.mask(output), asked.mask(output))
 
 
 def test_every_split_of_a_forced_text_is_allowed() -> None:
@@ -384,6 +414,111 @@ def test_a_full_memory_is_nobody_s_fault(monkeypatch: pytest.MonkeyPatch) -> Non
 
         assert compiler.constraint(spec).failure(output) is None
     assert len(compiled) > 1, "it never got full: nothing was tested"
+
+
+LOOKS_BACK = GrammarSpec(GrammarKind.REGEX, "(.*a.{8})b")
+
+
+class Counted(GrammarCompiler):
+    """Counts how often it compiles; each compiled grammar remembers few states."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, max_states: int) -> None:
+        super().__init__(ASCII, 129)
+        monkeypatch.setitem(grammar._LIMITS, "max_lexer_states", max_states)
+        self.num_compiled = 0
+
+    def _compile(self, spec: GrammarSpec) -> Any:
+        self.num_compiled += 1
+        return super()._compile(spec)
+
+
+def letters_of(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).choice([97, 99], length).tolist()
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32), max_states=st.integers(60, 200))
+def test_a_full_memory_changes_no_answer(
+    seed: int, max_states: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests, guesses, drafts: where they fill it up, the answers are those of a new one."""
+    draw = np.random.default_rng(seed)
+    shared = Counted(monkeypatch, max_states)
+    one, other = shared.constraint(LOOKS_BACK), shared.constraint(LOOKS_BACK)
+    for _ in range(12):
+        output = letters_of(int(draw.integers(1000)), int(draw.integers(120)))
+        one.num_valid(output, letters_of(int(draw.integers(1000)), 16))
+        other.for_drafts().mask(letters_of(int(draw.integers(1000)), 40))
+        found = one.state(output) if draw.random() < 0.5 else other.state(output)
+        expected = Counted(monkeypatch, max_states).constraint(LOOKS_BACK).state(output)
+
+        assert expected.problem == found.problem
+        assert np.array_equal(expected.allowed, found.allowed)
+        assert expected.may_end == found.may_end
+    assert shared.num_compiled > 1, "it never got full: nothing was tested"
+
+
+def test_what_a_neighbour_has_renewed_is_not_compiled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler = Counted(monkeypatch, 150)
+    constraints = [compiler.constraint(LOOKS_BACK) for _ in range(4)]
+    seed = 0
+    while compiler.num_compiled == 1:
+        assert constraints[0].failure(letters_of(seed, 20)) is None
+        seed += 1
+    for constraint in constraints:
+        assert constraint.failure([97]) is None
+
+    assert 2 == compiler.num_compiled
+
+
+def test_guesses_compile_nothing_and_end_until_the_next_real_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler = Counted(monkeypatch, 150)
+    constraint = compiler.constraint(LOOKS_BACK)
+    guesses = constraint.for_drafts()
+    masks = [guesses.mask(letters_of(seed, 20)) for seed in range(50)]
+
+    assert 1 == compiler.num_compiled
+    assert masks[0].any()
+    assert not masks[-1].any()
+    assert not guesses.mask([99]).any()
+    assert constraint.mask([97]).any()
+    assert 2 == compiler.num_compiled
+    assert guesses.mask([99]).any()
+
+
+def test_what_is_too_ambiguous_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many items a row has depends on the output alone, so another memory would not help."""
+    compiler = Counted(monkeypatch, 20_000)
+    arrays = [{"type": "array", "items": {"$ref": "#/$defs/x"}}] * 200
+    schema = {"$defs": {"x": {"anyOf": arrays}}, "$ref": "#/$defs/x"}
+    constraint = compiler.constraint(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+    for n in range(8):
+        assert "max is 500" in (constraint.failure([ord("["), n]) or "")
+
+    assert 1 == compiler.num_compiled
+
+
+def test_what_follows_a_dead_end_is_answered_without_the_parser(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    constraint = Counted(monkeypatch, 150).constraint(GrammarSpec(GrammarKind.REGEX, "ab"))
+
+    assert constraint.failure([98]) == "the grammar allows no token after 1 of output"
+    monkeypatch.setattr(grammar.Matcher, "state", lambda *_: pytest.fail("it was asked"))
+
+    assert not constraint.mask([98, 97]).any()
+
+
+def test_compiled_grammars_are_shared_within_a_salt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Counted(monkeypatch, 150)
+    for salt in ("one", "other", "one", "other"):
+        compiler.constraint(LOOKS_BACK, salt=salt)
+
+    assert 2 == compiler.num_compiled
 
 
 @settings(max_examples=200, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -34,6 +34,9 @@ class Arbitrary:
         share = draw.choice([0.0, 0.2, 0.5, 0.9])
         return np.array([draw.random() < share for _ in range(VOCAB_SIZE)])
 
+    def for_drafts(self) -> Arbitrary:
+        return self
+
     def num_valid(self, output_ids: Sequence[int], path: Sequence[int]) -> int:
         raise NotImplementedError
 

@@ -11,10 +11,18 @@ from outrider.config import GrammarKind, GrammarSpec
 from outrider.errors import ParameterError
 from outrider.grammar import GrammarCompiler
 from outrider.models.loading import load
+from outrider.server.errors import ApiError
+from outrider.server.schemas import Tool
+from outrider.server.tools import ToolPlan
 from tests.tiny import write_hf_checkpoint
 
 SCHEMA = {"$defs": {"side": {"enum": ["left", "right"]}}, "$ref": "#/$defs/side"}
 OTHER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+
+
+NESTED: dict[str, Any] = {}
+for _ in range(80):
+    NESTED = {"items": NESTED}
 
 
 def spec(*, repeats: bool = False, or_text: bool = False, **schemas: Any) -> GrammarSpec:
@@ -121,3 +129,34 @@ def test_patterns_count_together(compiler) -> None:
     schema = {"type": "string", "pattern": "a" * 2000}
     with pytest.raises(ParameterError, match="patterns has 6000 characters"):
         compiler.constraint(spec(a=schema, b=schema, c=schema))
+
+
+def plan(schema: dict[str, Any]) -> ToolPlan:
+    tool = Tool.model_validate(
+        {"type": "function", "function": {"name": "f", "parameters": schema}}
+    )
+    found = ToolPlan.of([tool], None, None)
+
+    assert found is not None
+    return found
+
+
+def test_functions_that_are_too_long_are_named_as_such() -> None:
+    """Who sends functions has asked for no grammar, and has never heard of its kinds."""
+    with pytest.raises(ApiError) as caught:
+        plan({"enum": ["x" * 70_000]}).grammar()
+
+    assert "tools" == caught.value.param
+    message = r"^tools: the 1 functions' names and parameters have 70\d+ characters; allowed: 65536"
+    with pytest.raises(ApiError, match=message):
+        plan({"enum": ["x" * 70_000]}).grammar()
+
+
+@pytest.mark.parametrize("schema", [{"enum": []}, {"type": "nonsense"}, NESTED])
+def test_no_message_about_functions_names_a_kind_of_grammar(
+    compiler: GrammarCompiler, schema: dict[str, Any]
+) -> None:
+    with pytest.raises(ParameterError, match="schema in tags") as caught:
+        compiler.constraint(plan(schema).grammar())
+
+    assert "tagged_json" not in str(caught.value)

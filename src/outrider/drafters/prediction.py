@@ -41,10 +41,12 @@ class Prediction:
 
     Args:
         prediction_ids: the expected answer, in the target's ids.
+        max_len: tokens to look at, since it takes time to index them; the others come after the
+            end of any answer, unless it leaves some out.
     """
 
-    def __init__(self, prediction_ids: Sequence[int]) -> None:
-        self._ids = list(prediction_ids)
+    def __init__(self, prediction_ids: Sequence[int], max_len: int) -> None:
+        self._ids = list(prediction_ids[:max_len])
         self._index = ContextIndex(_MAX_MATCH, 1, _MAX_OCCURRENCES)
         self._index.extend(self._ids)
         self._chances = ChanceTable()

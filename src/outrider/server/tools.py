@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.config import GrammarKind, GrammarSpec
+from outrider.config import MAX_GRAMMAR_CHARS, GrammarKind, GrammarSpec
 from outrider.server.errors import refused
 from outrider.server.schemas import NamedTool, Tool
 
@@ -73,7 +73,8 @@ class ToolPlan:
         """What the answer may be: text to its end, unless it starts like a call.
 
         Raises:
-            ApiError: a schema is nested too deeply, or has numbers that JSON cannot carry.
+            ApiError: a schema is nested too deeply, or has numbers that JSON cannot carry; or all
+                of them together are too long.
         """
         tags = [
             {
@@ -84,7 +85,14 @@ class ToolPlan:
             for tool in self.tools
         ]
         wanted = {"tags": tags, "repeats": not self.is_single, "or_text": not self.is_forced}
-        return GrammarSpec(GrammarKind.TAGGED_JSON, _json_text(wanted))
+        text = _json_text(wanted)
+        if len(text) > MAX_GRAMMAR_CHARS:
+            raise refused(
+                f"tools: the {len(tags)} functions' names and parameters have {len(text)} "
+                f"characters; allowed: {MAX_GRAMMAR_CHARS}. Send fewer or shorter ones",
+                param="tools",
+            )
+        return GrammarSpec(GrammarKind.TAGGED_JSON, text)
 
     def parse(self, text: str) -> tuple[Call, ...]:
         """The calls of a complete answer; none if it is text, or was cut off in a call."""
