@@ -220,3 +220,24 @@ def test_what_no_step_has_seen_is_scrubbed_when_nobody_can_go_on_from_it(goes: s
     assert not server.cache._keys_LBGSK[:, kept.row].any()
     assert not server.engine._prefixes.rows
     assert (goes == "cancelled") == (late.request_id not in server.drafter.states)
+
+
+@pytest.mark.parametrize("end", ["cancelled", "failed", "too short to keep"])
+def test_a_row_that_may_hold_what_is_not_finite_is_scrubbed_when_it_is_left(end: str) -> None:
+    server = Server(max_slots=None, prefill_chunk=5)
+    server.submit(talkative(30, 1)[0], 30)
+    late = server.submit(FAMILY, 3)
+    server.step()
+    row = late.row
+    server.cache._keys_LBGSK[0, row, 0, 2] = float("nan")
+    if end == "cancelled":
+        server.engine.abort(late)
+    elif end == "failed":
+        server.tickets[-1].may_fail = True
+        server.engine._fail(late, RuntimeError("broken"))
+    else:
+        server.engine._preempt(late, keeps=True)
+
+    assert not server.cache._keys_LBGSK[:, row].any()
+    assert not server.engine._prefixes.rows
+    server.run()
