@@ -180,8 +180,8 @@ class EngineThread:
     def _check_fits(self, news: Sequence[Claim]) -> None:
         """Refuse what the engine would refuse, by its own rule, without waiting for its step.
 
-        Where each request stands is read while the engine may be stepping, so it is a step old at
-        most; the engine has the last word when it takes the requests in.
+        Where each request stands is read while the engine may be moving it; the engine has the last
+        word when it takes the new ones in.
         """
         num_waiting, num_tokens = self._excess([], [], news)
         if self._limit_hit(num_waiting, num_tokens) is not None:
