@@ -318,7 +318,8 @@ class SpeculationConfig:
 class AdmissionLimits:
     """How long the queue may get before further requests are refused; None is without a limit.
 
-    Those at the head for which cache rows are free do not count: they run from the next step on.
+    Those at the head for which there are free cache rows, and slots, do not count: they run from
+    the next step on.
 
     Attributes:
         max_waiting: requests that wait.

@@ -9,7 +9,7 @@ Owns the target, its cache, the drafter and the scheduler, and the order in whic
     settle     rows of those that ended become free; too many slots: the last one waits again
 
 A fault of the drafter costs guesses alone (:mod:`outrider.drafters.guarded`). Any other fault, that
-is an exception in a pass, ends the request that is to blame and no other:
+is an exception in a pass or an admission, ends the request that is to blame and no other:
 
 - Nothing of a prefill pass is kept until it is over, so its requests are simply tried one by one;
   the one that fails alone is to blame.
@@ -20,7 +20,8 @@ is an exception in a pass, ends the request that is to blame and no other:
 - What fails only in company is nobody's fault: such requests go on, and ``EngineStats.faults``
   counts it. What cannot be caught at all (the process is killed, a kernel never returns) ends
   everybody.
-- What is no ``Exception`` (Ctrl-C) ends all requests of the pass and is raised on.
+- What is no ``Exception`` (Ctrl-C) ends all requests of the pass, or the one that is being
+  admitted, and is raised on.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ class Engine:
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)  # somebody else's setting would change kernels
         with self.lock, torch.inference_mode():
-            self._admit()
+            refused = self._admit()
             started = self._clock()
             num_prefilled, failed = self._prefill()
             prefill_s = self._clock() - started
@@ -214,7 +215,7 @@ class Engine:
                 record = replace(record, prefill_s=prefill_s, prefill_tokens=num_prefilled)
             if record is not None:
                 self._counters.count_step(record)
-            return [*failed, *decoded], record
+            return [*refused, *failed, *decoded], record
 
     def abort(self, request: Request) -> None:
         """Cancel a request at any stage; its row is free at once. Ended requests are left alone."""
@@ -251,24 +252,37 @@ class Engine:
                 **totals,
             )
 
-    def _admit(self) -> None:
-        """Give rows to those that wait."""
+    def _admit(self) -> list[Request]:
+        """Give rows to those that wait; returns the ones that failed at it."""
+        failed = []
         while (admission := self._scheduler.admit()) is not None:
             try:
                 self._start(admission)
+            except Exception as error:
+                self._counters.faults += 1
+                self._fail(admission.request, error)
+                failed.append(admission.request)
             except BaseException:
                 self._end(admission.request)
                 raise
+            finally:
+                # Of one that was interrupted: the scheduler has forgotten it, nobody else would.
+                if admission.request.cache_row is None and admission.dropped is not None:
+                    self._release(admission.dropped)
+        return failed
 
     def _start(self, admission: Admission) -> None:
-        """Tell the drafter, and go back to where it can follow."""
-        request, reuse = admission.request, admission.reuse
-        if admission.evicted is not None:
-            self._release(admission.evicted)
-        num_tokens = 0 if reuse is None else reuse.num_tokens
+        """Copy what is reused, tell the drafter, and go back to where it can follow."""
+        request, reuse, dropped = admission.request, admission.reuse, admission.dropped
         is_first = request.num_admissions == 1
         if is_first:
             self._counters.prompt_tokens += request.prompt_len
+        is_adopted = request.speculates and reuse is not None and reuse.takes_over
+        if dropped is not None and not is_adopted:
+            self._release(dropped)
+        num_tokens = 0 if reuse is None else reuse.num_tokens
+        if reuse is not None and not reuse.takes_over:
+            self._cache.copy_prefix(reuse.row, request.row, num_tokens)
         if self._drafter is not None and request.speculates:
             if reuse is None:
                 self._drafter.admit(request)
@@ -325,7 +339,7 @@ class Engine:
             raise
         self._suspects.difference_update(batch)
         for request in batch:
-            request.is_sound = True  # all that its rows hold was seen by logits that were finite
+            request.has_decoded = True  # all that its rows hold was seen by finite logits
             if request.finish_reason is not None:
                 self._remove(request)
         return batch, record
@@ -376,11 +390,10 @@ class Engine:
     def _remove(self, request: Request, *, keeps: bool = True) -> None:
         """Let an ended request go, from wherever it was."""
         self._suspects.discard(request)
-        was_running = request.cache_row is not None
         assert request.finish_reason is not None
         if self._scheduler.holds(request):
             self._counters.count_end(request.finish_reason, request.num_output, request.stats)
-        if self._scheduler.remove(request, keeps=keeps) is None and was_running:
+        if self._scheduler.remove(request, keeps=keeps) is None:
             self._release(request)
 
     def _release(self, request: Request | KeptRow) -> None:

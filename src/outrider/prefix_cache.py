@@ -1,8 +1,9 @@
 """Which freed cache rows hold what, and which of them a new request may start on.
 
 Owns the memory of ended requests: the tokens whose keys and values a free row still holds, and the
-salt under which they were computed. The scheduler keeps a row when its request ends well, looks
-here before it gives a row away, and takes the row over or has the shared part copied. Pure
+salt under which they were computed. The scheduler keeps a row when its request ends well or has to
+wait again, looks here before it gives a row away, and takes the row over or has the shared part
+copied. Pure
 bookkeeping: the contents themselves stay in :class:`~outrider.kv_cache.KVCache`.
 
 Only tokens of the same salt are ever compared, so that the time an answer takes tells nobody what
@@ -22,10 +23,11 @@ MIN_SHARED = 16
 
 @dataclass(frozen=True, slots=True)
 class KeptRow:
-    """What a free row holds: the committed tokens of a request that ended well.
+    """What a free row holds: the committed tokens of a request that ended well or waits again.
 
     ``request_id`` names the request to its drafter, which remembers it (if ``speculates``) until
-    the row is given away.
+    the row is given away. ``is_private``: the request alone may go on from it, since no logits have
+    been seen behind it and it may hold what is not finite.
     """
 
     row: int
@@ -33,6 +35,7 @@ class KeptRow:
     salt: str
     token_ids: tuple[int, ...]
     speculates: bool
+    is_private: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ class PrefixCache:
         """
         best: tuple[KeptRow, int] | None = None
         for kept in self._kept.values():
-            if kept.salt != salt:
+            if kept.salt != salt or kept.is_private:
                 continue
             shared = shared_len(kept.token_ids, token_ids)
             if shared < MIN_SHARED:

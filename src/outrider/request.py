@@ -31,7 +31,8 @@ class Request:
             earlier request had left them.
         is_consistent: text, tokens and counts agree; a fault in the middle of :meth:`emit` parts
             them for good.
-        is_sound: a step has computed finite logits over all that its cache row holds.
+        has_decoded: since it got its row a step has computed finite logits over all that the row
+            holds, so others may start on that.
         prediction_ids: tokens that the caller expects.
         prediction: drafts from them; None where there are none or nothing may be drafted.
         constraint: what the output must be, if anything.
@@ -83,7 +84,7 @@ class Request:
         self.num_admissions = 0
         self.num_reused = 0
         self.is_consistent = True
-        self.is_sound = False
+        self.has_decoded = False
         self.error: str | None = None
         self.draft_s = 0.0
         self.verify_s = 0.0
@@ -127,7 +128,7 @@ class Request:
         """Leave the queue for a cache row."""
         self.cache_row = cache_row
         self.num_admissions += 1
-        self.is_sound = False
+        self.has_decoded = False
         if self._admitted_s is None:
             self._admitted_s = self._clock()
 
@@ -145,9 +146,7 @@ class Request:
                 break
         emitted = self.num_output - before
         # Only what was really emitted counts: nothing behind a stop event was accepted.
-        self.stats.record(
-            Verdict(verdict.path[:emitted], verdict.tokens[:emitted], verdict.num_drafted)
-        )
+        self.stats.record(verdict.num_drafted, min(len(verdict.path), emitted))
         if emitted:
             self._last_token_s = self._clock()
             if self._first_token_s is None:

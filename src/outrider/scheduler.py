@@ -4,7 +4,8 @@ Owns every request's place from its submission to its end. The engine asks it wh
 prompt to compute, who decodes and who must wait again, and hands it the ones that ended. Knows no
 model and no drafter.
 
-First come, first served, at every turn::
+First come, first served, at every turn; only one that waits for what another one is computing lets
+those behind it pass, onto rows and slots that it does not need itself::
 
     submit --> waiting --admit--> prefilling --share--> decoding --remove--> ended
                   ^                    |                    |
@@ -21,6 +22,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from outrider.config import FIRST_STEP_TOKENS, AdmissionLimits
 from outrider.counters import Counters
@@ -35,13 +37,49 @@ from outrider.types import FinishReason
 _GROWTH = 16
 
 
+class Claim(NamedTuple):
+    """What a request takes: slots while it runs, tokens of the queue while it waits."""
+
+    num_slots: int
+    num_tokens: int
+
+    @classmethod
+    def of(cls, request: Request) -> Claim:
+        """A request's, as it stands."""
+        num_tokens = len(request.token_ids)
+        return cls(min(num_tokens + _GROWTH, request.max_len), num_tokens)
+
+
+def num_at_once(
+    running: Sequence[Claim], queue: Sequence[Claim], *, num_rows: int, max_slots: int
+) -> int:
+    """How many of the queue, its head first, run at once on ``num_rows`` free rows.
+
+    The slots must do for all that run then, except for one that is alone.
+    """
+    used = sum(claim.num_slots for claim in running)
+    for place, claim in enumerate(queue[:num_rows]):
+        used += claim.num_slots
+        if used > max_slots and (running or place):
+            return place
+    return min(num_rows, len(queue))
+
+
+def queue_excess(
+    running: Sequence[Claim], queue: Sequence[Claim], *, num_rows: int, max_slots: int
+) -> tuple[int, int]:
+    """Requests and tokens that wait, beyond those that run at once; these are what is limited."""
+    first = num_at_once(running, queue, num_rows=num_rows, max_slots=max_slots)
+    return len(queue) - first, sum(claim.num_tokens for claim in queue[first:])
+
+
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request that has just got a row, what it starts on, and what had to go for it."""
+    """A request that has just got a row, what it starts on, and what the row held until now."""
 
     request: Request
     reuse: Reuse | None = None
-    evicted: KeptRow | None = None
+    dropped: KeptRow | None = None
 
 
 class Scheduler:
@@ -102,6 +140,11 @@ class Scheduler:
         Raises:
             OverloadedError: the queue would get longer than it may.
         """
+        assert len({*requests}) == len(requests), "a request is queued once"
+        for request in requests:
+            is_new = request.num_admissions == 0 and request.finish_reason is None
+            assert is_new, "a request is queued once"
+            assert request not in self._waiting, "a request is queued once"
         counts = self._queue_excess(requests)
         limits = (self._limits.max_waiting, self._limits.max_waiting_tokens)
         for count, limit, what in zip(counts, limits, ("requests", "tokens"), strict=True):
@@ -115,30 +158,31 @@ class Scheduler:
         self._waiting.extend(requests)
 
     def _queue_excess(self, requests: Sequence[Request]) -> tuple[int, int]:
-        """Requests and tokens that would wait with these, beyond what the free rows take."""
-        num_free = self._cache.num_free_rows
-        num_ahead = min(num_free, len(self._waiting))
-        excess = [*islice(self._waiting, num_ahead, None), *requests[num_free - num_ahead :]]
-        return len(excess), sum(len(request.token_ids) for request in excess)
+        """Requests and tokens that would wait with these, beyond those that run at once."""
+        return queue_excess(
+            [Claim.of(request) for request in self._admitted],
+            [Claim.of(request) for request in (*self._waiting, *requests)],
+            num_rows=self._cache.num_free_rows,
+            max_slots=self.max_slots,
+        )
 
     def admit(self) -> Admission | None:
-        """Give the head of the queue a row, if there is one and there are slots for it.
+        """Give the next of the queue a row, if there is one and there are slots for it.
 
-        What its row holds of other requests' tokens, by :attr:`Admission.reuse`, is committed.
+        What a row that is taken over holds, by :attr:`Admission.reuse`, is committed; a copy is
+        still to be made.
         """
-        if not self._waiting or not self._cache.num_free_rows or not self._has_slots():
-            return None
-        request = self._waiting[0]
-        reuse = self._find_reuse(request)
-        if self._has_twin(request, 0 if reuse is None else reuse.num_tokens):
-            return None
-        self._waiting.popleft()
-        row, evicted = self._take_row(request, reuse)
-        if reuse is not None and not reuse.takes_over:
-            self._cache.copy_prefix(reuse.row, row, reuse.num_tokens)
-        request.admit(row)
-        self._admitted.append(request)
-        return Admission(request, reuse, evicted)
+        for num_passed, request in enumerate(self._waiting):
+            if not self._has_room(num_passed):
+                return None
+            reuse = self._find_reuse(request)
+            if not self._has_twin(request, 0 if reuse is None else reuse.num_tokens):
+                row, dropped = self._take_row(reuse)
+                request.admit(row)
+                self._admitted.append(request)
+                del self._waiting[num_passed]
+                return Admission(request, reuse, dropped)
+        return None
 
     def shares(self, max_tokens: int) -> list[tuple[Request, int]]:
         """How many tokens of whose prompts to compute next, at most ``max_tokens`` in all.
@@ -178,27 +222,55 @@ class Scheduler:
     def remove(self, request: Request, *, keeps: bool = True) -> KeptRow | None:
         """Take a request that ended out of the queue or off its row, wherever it was.
 
-        Returns what stays of it for reuse: only of one that ended well, and if ``keeps``.
+        Returns what stays of it for reuse: only of one that ended well, and if ``keeps``; or what
+        it left, good for others, when it was made to wait.
         """
         if request.cache_row is None:
             if request in self._waiting:
                 self._waiting.remove(request)
-            return None
+            return self._left_by(request)
         ended_well = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         return self._leave(request, keeps=keeps and ended_well)
 
     def _leave(self, request: Request, *, keeps: bool) -> KeptRow | None:
-        """Free a request's row; what it holds is kept if it is sound and long enough."""
+        """Free a request's row; what it holds is kept if it is long enough and good for somebody.
+
+        Where no step has been taken, that is the request itself, if it goes on.
+        """
         row = request.row
         committed = request.token_ids[: self._cache.committed(row)]  # a stop may have cut some off
-        keeps = keeps and request.is_sound
+        is_sound = keeps and request.has_decoded
+        is_good = is_sound or (keeps and request.finish_reason is None)
+        is_kept = is_good and self._prefixes is not None and len(committed) >= MIN_SHARED
         self._admitted.remove(request)
-        self._cache.free(row, scrub=not keeps)
+        self._cache.free(row, scrub=not (is_sound or is_kept))
         request.cache_row = None
-        if not keeps or self._prefixes is None or len(committed) < MIN_SHARED:
+        if not is_kept or self._prefixes is None:
             return None
-        kept = KeptRow(row, request.request_id, request.salt, tuple(committed), request.speculates)
+        kept = KeptRow(
+            row,
+            request.request_id,
+            request.salt,
+            tuple(committed),
+            request.speculates,
+            is_private=not is_sound,
+        )
         self._prefixes.keep(kept)
+        return kept
+
+    def _left_by(self, request: Request) -> KeptRow | None:
+        """What stays, for others, of a request that had to wait again and does not go on."""
+        kept = None if self._prefixes is None else self._prefixes.of(request.request_id)
+        if kept is None or not kept.is_private:
+            return kept
+        self._give_away(kept.row)
+        return None
+
+    def _give_away(self, row: int) -> KeptRow | None:
+        """Forget what a free row holds, and scrub what may not be finite; returns what it was."""
+        kept = None if self._prefixes is None else self._prefixes.drop(row)
+        if kept is not None and kept.is_private:
+            self._cache.scrub(row, self._cache.num_slots)
         return kept
 
     def _num_ahead(self, request: Request) -> int:
@@ -206,11 +278,15 @@ class Scheduler:
         committed = self._cache.committed(request.row)
         return len(request.token_ids) - 1 - FIRST_STEP_TOKENS - committed
 
-    def _has_slots(self) -> bool:
-        """Whether the head of the queue may join those that run."""
-        joined = [*self._admitted, self._waiting[0]]
-        needed = sum(min(len(request.token_ids) + _GROWTH, request.max_len) for request in joined)
-        return len(joined) == 1 or needed <= self.max_slots
+    def _has_room(self, place: int) -> bool:
+        """Whether the one at this place of the queue may run, and those before it too."""
+        count = num_at_once(
+            [Claim.of(request) for request in self._admitted],
+            [Claim.of(request) for request in islice(self._waiting, place + 1)],
+            num_rows=self._cache.num_free_rows,
+            max_slots=self.max_slots,
+        )
+        return count == place + 1
 
     def _find_reuse(self, request: Request) -> Reuse | None:
         """The longest beginning that a kept or a running row of the same salt shares."""
@@ -228,7 +304,7 @@ class Scheduler:
             takes_over = 2 * shared >= len(kept.token_ids) or self._cache.num_free_rows == 1
             best = Reuse(kept.request_id, kept.row, shared, takes_over)
         for other in self._admitted:
-            if other.salt != request.salt or not other.is_sound:
+            if other.salt != request.salt or not other.has_decoded:
                 continue
             shared = shared_len(other.token_ids[: self._cache.committed(other.row)], tokens)
             if shared >= MIN_SHARED and (best is None or shared > best.num_tokens):
@@ -246,27 +322,25 @@ class Scheduler:
         tokens = request.token_ids[:-1]
         worth_waiting = max(MIN_SHARED, (len(tokens) - num_tokens + 1) // 2)
         return any(
-            not other.is_sound
+            not other.has_decoded
             and other.salt == request.salt
             and other.speculates >= request.speculates  # or its drafter could not follow
             and shared_len(other.token_ids[:-1], tokens) - num_tokens >= worth_waiting
             for other in self._admitted
         )
 
-    def _take_row(self, request: Request, reuse: Reuse | None) -> tuple[int, KeptRow | None]:
-        """A free row for a new request, and whose memory went for it."""
+    def _take_row(self, reuse: Reuse | None) -> tuple[int, KeptRow | None]:
+        """A free row for a new request, and what it held until now."""
         if self._prefixes is None:
             return self._cache.allocate(), None
         if reuse is not None and reuse.takes_over:
-            source = self._prefixes.drop(reuse.row)
-            row = self._cache.allocate(reuse.row, committed=reuse.num_tokens)
-            return row, None if request.speculates else source  # else the drafter's goes over too
+            dropped = self._prefixes.drop(reuse.row)
+            return self._cache.allocate(reuse.row, committed=reuse.num_tokens), dropped
         kept = [row.row for row in self._prefixes.rows]
-        if reuse is not None and reuse.row in kept:
+        empty = [row for row in self._cache.free_rows if row not in kept]
+        if reuse is not None and reuse.row in kept:  # it is about to be copied
             self._prefixes.touch(reuse.row)
             kept.remove(reuse.row)
-        empty = [row for row in self._cache.free_rows if row not in kept]
-        if reuse is not None and reuse.row in empty:
-            empty.remove(reuse.row)
         row = empty[0] if empty else kept[0]
-        return self._cache.allocate(row), self._prefixes.drop(row)
+        dropped = self._give_away(row)
+        return self._cache.allocate(row), dropped

@@ -94,14 +94,13 @@ class SpeculationStats:
     accepted: int = 0
     accepted_at: list[int] = field(default_factory=list)
 
-    def record(self, verdict: Verdict) -> None:
-        """Count one verify step."""
+    def record(self, num_drafted: int, num_accepted: int) -> None:
+        """Count one verify step, and the nodes of its tree that were verified and accepted."""
         self.verify_steps += 1
-        self.drafted += verdict.num_drafted
-        self.accepted += len(verdict.path)
-        missing = len(verdict.path) - len(self.accepted_at)
-        self.accepted_at.extend([0] * max(0, missing))
-        for depth in range(len(verdict.path)):
+        self.drafted += num_drafted
+        self.accepted += num_accepted
+        self.accepted_at.extend([0] * max(0, num_accepted - len(self.accepted_at)))
+        for depth in range(num_accepted):
             self.accepted_at[depth] += 1
 
     def add(self, other: SpeculationStats) -> None:

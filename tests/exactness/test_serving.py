@@ -26,6 +26,7 @@ from outrider.config import (
 )
 from outrider.drafters import Drafter, create_drafter
 from outrider.engine import Engine
+from outrider.kv_cache import KVCache
 from outrider.models.decoder import Decoder
 from outrider.models.exactness import random_tokens
 from outrider.models.layers import Segment
@@ -39,6 +40,7 @@ from tests.tiny import write_hf_checkpoint
 
 MAX_LEN = 128
 FEW_TOKENS = dict.fromkeys(range(10), 6.0)
+METHODS = [method for method in Method if method is not Method.OFF]
 # Every drafter; those that keep no state or that of all kinds also with every way of sampling.
 CASES = [
     *((method, "warm") for method in (Method.DRAFT, Method.MEDUSA, Method.MTP)),
@@ -194,6 +196,64 @@ def test_a_reused_row_that_is_off_by_one_is_noticed(
         target, None, max_batch_size=4, max_model_len=MAX_LEN, prefill_chunk=9, prefix_cache=True
     )
     requests = busy_day(engine, params_of("warm"))
+
+    assert any(alone(target, request) != request.token_ids for request in requests)
+
+
+def wait_again_half_computed(
+    target: Decoder, method: Method | None
+) -> tuple[Engine, list[Request]]:
+    """Four prompts, three of which are made to wait twice each in the middle of their prefill."""
+    engine = new_engine(
+        target,
+        drafter_of(method, target, batch=4),
+        max_batch_size=4,
+        max_model_len=MAX_LEN,
+        prefill_chunk=9,
+        prefix_cache=True,
+    )
+    params = params_of("warm", max_tokens=24)
+    prompts = [random_tokens(331, length, seed=length) for length in (3, 80, 60, 70)]
+    requests = [submit(engine, prompt, params) for prompt in prompts]
+    while engine.has_work:
+        engine.step()
+        for request in engine._scheduler.running[1:]:
+            committed = engine._cache.committed(request.row)
+            if 16 <= committed < request.prompt_len - 24 and request.num_admissions < 3:
+                engine._preempt(request, keeps=True)
+    return engine, requests
+
+
+@pytest.mark.parametrize("method", [None, *METHODS])
+def test_a_prompt_that_waits_again_half_computed_goes_on_from_there(
+    target: Decoder, method: Method | None
+) -> None:
+    engine, requests = wait_again_half_computed(target, method)
+    stats = engine.stats()
+    num_needed = sum(request.prompt_len - 24 for request in requests[1:])
+
+    for request in requests:
+        assert alone(target, request) == request.token_ids
+    assert 6 == stats.preemptions
+    # A draft head needs the last state again; all else is computed once.
+    assert num_needed <= stats.prefilled_tokens <= num_needed + stats.preemptions
+    if method is not None:
+        assert_speculated(stats.speculation, accepted=True, rejected=True)
+
+
+def test_a_half_computed_prompt_that_is_off_by_one_is_noticed(
+    target: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The inverse test."""
+    free = KVCache.free
+
+    def wrong(self, row, *, scrub=False):
+        free(self, row, scrub=scrub)
+        for cache in (self._keys_LBGSK, self._values_LBGSK):
+            cache[:, row, :, 1:] = cache[:, row, :, :-1].clone()
+
+    monkeypatch.setattr(KVCache, "free", wrong)
+    _, requests = wait_again_half_computed(target, None)
 
     assert any(alone(target, request) != request.token_ids for request in requests)
 

@@ -19,7 +19,7 @@ from outrider.server.logprobs import TokenWriter
 from outrider.server.replies import ChatDeltas, TextDeltas, Totals, chat_choice, text_choice
 from outrider.server.routes_openai import merged
 from outrider.server.schemas import Tool
-from outrider.server.streaming import batches
+from outrider.server.streaming import DONE, EventStream, batches
 from outrider.server.tools import OPEN, ToolPlan, call_text, is_call_start
 from outrider.types import (
     Completion,
@@ -195,6 +195,49 @@ def test_without_a_cadence_a_batch_goes_out_as_it_comes() -> None:
         return sizes
 
     assert [1, 2] == asyncio.run(main())
+
+
+@pytest.mark.parametrize("interval_s", [0.0, 0.02], ids=["as it comes", "at a cadence"])
+@pytest.mark.parametrize("is_sending", [True, False], ids=["sending", "waiting"])
+def test_a_stream_that_fails_never_ends_as_if_it_were_done(
+    interval_s: float, is_sending: bool
+) -> None:
+    """Whether the engine dies while a chunk is awaited or while a slow client takes one."""
+
+    async def main() -> list[bytes]:
+        made = answers()
+        made.put(0, TextChunk("hello", (1,)))
+        sent: list[bytes] = []
+
+        def die() -> None:
+            made.fail(failed("the engine has failed", code="engine_dead"))
+            made.num_open = 0
+
+        async def events():
+            async for batch in batches(made, interval_s):
+                yield {"text": "".join(chunk.text for _, chunk in batch)}
+
+        async def send(message) -> None:
+            if message["type"] == "http.response.body":
+                sent.append(message["body"])
+            if len(sent) == 1 and is_sending:
+                die()
+
+        async def receive():
+            await asyncio.Event().wait()
+
+        if not is_sending:
+            asyncio.get_running_loop().call_later(0.05, die)
+        stream = EventStream(events(), made, write_timeout_s=5.0)
+        await asyncio.wait_for(stream({"type": "http"}, receive, send), 5)
+        return sent
+
+    first, *_, last, end = asyncio.run(main())
+
+    assert b'data: {"text":"hello"}\n\n' == first
+    assert b'"code":"engine_dead"' in last
+    assert b"" == end
+    assert DONE != last
 
 
 def chat_pieces(

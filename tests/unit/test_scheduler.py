@@ -98,6 +98,12 @@ class ServerMachine(RuleBasedStateMachine):
 
         assert request.finish_reason == (reason or FinishReason.ABORT)
 
+    @precondition(lambda self: len(self.server.scheduler.running) > 1)
+    @rule()
+    def the_last_one_waits_again(self) -> None:
+        """As for want of slots, but at any moment: in the middle of a prompt too."""
+        self.server.engine._preempt(self.server.scheduler.running[-1], keeps=True)
+
     @rule()
     def fault_in_company(self) -> None:
         """A step that fails once, whoever is in it: nobody is to blame if it goes well alone."""
@@ -149,6 +155,10 @@ def long_trace(server: Server, *, seed: int = 0, count: int = 60) -> None:
         if draw.random() < 0.1:
             server.engine.abort(draw.choice(server.tickets).request)
             server.check()
+        for last in server.scheduler.running[-1:]:
+            if server.cache.committed(last.row) < last.prompt_len and draw.random() < 0.5:
+                server.engine._preempt(last, keeps=True)  # in the middle of its prompt
+                server.check()
     server.run()
     assert all(ticket.request.finish_reason for ticket in server.tickets)
 
@@ -165,7 +175,10 @@ def test_a_long_trace_meets_everything_and_every_text_is_its_own(forgets: int | 
     assert stats.prefix_hits > 0 or forgets is None
     assert stats.aborted > 0
     assert {True, False} == {reuse.takes_over for reuse in reuses}
-    assert any(admission.evicted for admission in server.admissions)
+    assert {True, False} == {
+        a.reuse is not None and a.reuse.takes_over for a in server.admissions if a.dropped
+    }
+    assert any(a.dropped.is_private for a in server.admissions if a.dropped)
     assert stats.speculation.accepted > 0
     assert stats.speculation.drafted > stats.speculation.accepted
     assert (stats.prefix_hit_tokens > 0) == (forgets is not None)
@@ -232,7 +245,9 @@ def _sends_the_first_back(monkeypatch: pytest.MonkeyPatch) -> None:
         return self._admitted[0] if self.slots_used > self.max_slots else None
 
     monkeypatch.setattr(Scheduler, "surplus", wrong)
-    monkeypatch.setattr(Scheduler, "_has_slots", lambda self: True)
+    monkeypatch.setattr(
+        Scheduler, "_has_room", lambda self, place: self._cache.num_free_rows > place
+    )
 
 
 WRONG: list[Callable[[pytest.MonkeyPatch], None]] = [

@@ -25,13 +25,22 @@ from outrider.engine import Engine
 from outrider.errors import OutriderError, OverloadedError
 from outrider.llm import LLM
 from outrider.request import Request
+from outrider.scheduler import Claim, queue_excess
 from outrider.server.answers import Answers
-from outrider.server.errors import ApiError, failed, overloaded, translate, unavailable
+from outrider.server.errors import (
+    ApiError,
+    failed,
+    overloaded,
+    refused,
+    translate,
+    unavailable,
+)
 from outrider.server.metrics import Metrics
 from outrider.types import TextChunk
 
 _log = logging.getLogger("outrider.server")
 _POLL_S = 0.02
+_SHORTEST = Claim(num_slots=1, num_tokens=1)
 
 
 class State(StrEnum):
@@ -75,11 +84,10 @@ class EngineThread:
         self._limits = llm.engine_config.admission
         self._max_buffered_bytes = max_buffered_bytes
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._open: set[Answers] = set()  # the loop's view: not yet told to have ended
+        self._open: dict[Answers, None] = {}  # the loop's view, in order: not told to have ended
         self._running: dict[Request, _Progress] = {}  # the thread's view: not yet ended
         self._lock = threading.Lock()
-        self._inbox: list[Callable[[], None]] = []  # guarded by the lock, as are the next two
-        self._waiting: set[Request] = set()
+        self._inbox: list[Callable[[], None]] = []  # guarded by the lock, as is the next one
         self._is_stopping = False
         self._has_mail = threading.Event()
         self._stats = self._engine.stats()
@@ -110,18 +118,18 @@ class EngineThread:
         """Queue all of these requests, or none.
 
         Raises:
-            ApiError: 429 when the queue is full, 503 when the server is going down.
+            ApiError: 429 when the queue is full, 400 when they would not fit an empty one, 503
+                when the server is going down.
         """
-        self.check_room(len(requests), sum(request.prompt_len for request in requests))
+        self._check_ready()
+        self._check_fits([Claim.of(request) for request in requests])
         answers = Answers(
             requests,
             streams=streams,
             max_buffered_bytes=self._max_buffered_bytes,
             on_abort=self._abort,
         )
-        self._open.add(answers)
-        with self._lock:
-            self._waiting.update(requests)
+        self._open[answers] = None
         self._post(lambda: self._take_in(answers))
         return answers
 
@@ -160,30 +168,67 @@ class EngineThread:
         if self.state is not State.READY:
             raise unavailable("the server is shutting down", code="shutdown")
 
-    def check_room(self, num_requests: int, num_tokens: int = 0) -> None:
-        """Refuse what the engine would refuse, on what is known without waiting for its step.
+    def check_room(self) -> None:
+        """Refuse a request that has not been read yet, where not even the shortest would fit.
 
         Raises:
             ApiError: as :meth:`submit`.
         """
         self._check_ready()
-        num_after = self.num_open + num_requests
+        self._check_fits([_SHORTEST])
+
+    def _check_fits(self, news: Sequence[Claim]) -> None:
+        """Refuse what the engine would refuse, by its own rule, without waiting for its step.
+
+        Where each request stands is read while the engine may be moving it; the engine has the last
+        word when it takes the new ones in.
+        """
+        num_waiting, num_tokens = self._excess([], [], news)
+        if self._limit_hit(num_waiting, num_tokens) is not None:
+            raise refused(
+                f"n: of {len(news)} answers {num_waiting} would have to wait, with {num_tokens} "
+                f"prompt tokens, even if nothing else ran; {self._allowed()}; ask for fewer at "
+                "once",
+                param="n",
+            )
+        running: list[Claim] = []
+        queue: list[Claim] = []
+        for request in (request for answers in self._open for request in answers.requests):
+            if request.finish_reason is None:
+                (queue if request.cache_row is None else running).append(Claim.of(request))
+        num_waiting, num_tokens = self._excess(running, queue, news)
+        if (limit := self._limit_hit(num_waiting, num_tokens)) is not None:
+            self.metrics.refused(limit)
+            raise overloaded(
+                f"{num_waiting} would wait, with {num_tokens} prompt tokens, beside "
+                f"{len(running)} that run; {self._allowed()}; try again later"
+            )
+
+    def _excess(
+        self, running: Sequence[Claim], queue: Sequence[Claim], news: Sequence[Claim]
+    ) -> tuple[int, int]:
+        """Requests and tokens that would wait."""
+        return queue_excess(
+            running,
+            [*queue, *news],
+            num_rows=max(0, self._max_batch_size - len(running)),
+            max_slots=self._stats.slots_total,
+        )
+
+    def _limit_hit(self, num_waiting: int, num_tokens: int) -> str | None:
+        """Which limit of the queue these exceed, if any."""
         max_waiting, max_tokens = self._limits.max_waiting, self._limits.max_waiting_tokens
-        if num_after <= self._max_batch_size:
-            return
-        if max_waiting is not None and num_after > self._max_batch_size + max_waiting:
-            self.metrics.refused("requests")
-            raise overloaded(
-                f"{self.num_open} requests are running or waiting and {num_requests} more do not "
-                f"fit: {self._max_batch_size} run and {max_waiting} may wait; try again later"
-            )
-        with self._lock:
-            num_tokens += sum(request.prompt_len for request in self._waiting)
+        if max_waiting is not None and num_waiting > max_waiting:
+            return "requests"
         if max_tokens is not None and num_tokens > max_tokens:
-            self.metrics.refused("tokens")
-            raise overloaded(
-                f"{num_tokens} prompt tokens would wait and {max_tokens} may; try again later"
-            )
+            return "tokens"
+        return None
+
+    def _allowed(self) -> str:
+        """The limits in words."""
+        limits = {"may wait": self._limits.max_waiting, "tokens": self._limits.max_waiting_tokens}
+        words = [f"{count} {what}" for what, count in limits.items() if count is not None]
+        return f"{self._max_batch_size} run at once, at most {' with '.join(words)}"
 
     def _abort(self, answers: Answers) -> None:
         self.metrics.aborted(answers.abort_reason or "unknown")
@@ -200,13 +245,13 @@ class EngineThread:
         for answers, index, chunk in news:
             answers.put(index, chunk)
             if answers.num_open == 0:
-                self._open.discard(answers)
+                self._open.pop(answers, None)
 
     def _fail(self, answers: Answers, error: ApiError) -> None:
         """(On the loop.) End one client's answers with an error."""
         answers.fail(error)
         answers.num_open = 0
-        self._open.discard(answers)
+        self._open.pop(answers, None)
 
     # --- from here on, the engine thread
 
@@ -254,12 +299,6 @@ class EngineThread:
                 if chunk.completion is not None:
                     self.metrics.ended(chunk.completion)
                     del self._running[request]
-        with self._lock:
-            self._waiting = {
-                request
-                for request in self._waiting
-                if request.cache_row is None and request.finish_reason is None
-            }
         return news
 
     def _read_inbox(self) -> None:
@@ -273,8 +312,6 @@ class EngineThread:
         try:
             self._engine.submit_all(answers.requests)
         except OutriderError as problem:
-            with self._lock:
-                self._waiting.difference_update(answers.requests)
             is_full = isinstance(problem, OverloadedError)
             error = overloaded(str(problem)) if is_full else translate(problem)
             self._call(lambda: self._fail(answers, error))
@@ -287,8 +324,6 @@ class EngineThread:
         for request in answers.requests:
             self._engine.abort(request)
             self._running.pop(request, None)
-        with self._lock:
-            self._waiting.difference_update(answers.requests)
         self._stats = self._engine.stats()
         self._call(lambda: self._fail(answers, failed("the request was aborted", code="aborted")))
 

@@ -99,7 +99,7 @@ class Service:
         Raises:
             ApiError, OutriderError: as :meth:`EngineThread.submit` and ``prepare``.
         """
-        self.thread.check_room(1)
+        self.thread.check_room()
         if self._num_preparing >= MAX_PREPARING:
             raise overloaded(f"{MAX_PREPARING} prompts are being read already; try again later")
         self._num_preparing += 1

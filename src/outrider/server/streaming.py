@@ -115,6 +115,9 @@ async def batches(
 
     At fixed times a batch may be empty: that nothing came is not to be seen either. The clock
     starts with the first token, and the number of batches depends on the time alone.
+
+    Raises:
+        ApiError: the answers do not end well.
     """
     while not answers.is_over or answers.num_buffered:
         first = await answers.take()
@@ -127,6 +130,7 @@ async def batches(
         due_s += interval_s
         await asyncio.sleep(max(0.0, due_s - clock.time()))
         yield answers.take_now()
+    answers.take_now()  # nothing is left; but what failed while a batch was being sent is told here
 
 
 def _nothing() -> None:

@@ -259,7 +259,7 @@ class _Replay:
     def emit(self, verdict: Verdict) -> None:
         """Append a verdict's tokens and count the step."""
         self.token_ids += verdict.tokens
-        self.stats.record(verdict)
+        self.stats.record(verdict.num_drafted, len(verdict.path))
         self.sampler.release(len(self.token_ids))
 
 
