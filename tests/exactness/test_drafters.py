@@ -11,8 +11,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from outrider.budget import CostTable
 from outrider.config import Method, SpeculationConfig
+from outrider.costs import CostTable
 from outrider.drafters.combined import CombinedDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.models.decoder import Decoder
