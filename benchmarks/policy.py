@@ -172,7 +172,9 @@ def compare_command(options: argparse.Namespace) -> None:
     """Replay every policy in every world, and print a table."""
     costs = json.loads(options.costs.read_text())
     shares = []
-    print("world          drafter  users   best fixed setting           tiers   ours  of best  asked")
+    print(
+        "world          drafter  users   best fixed setting           tiers   ours  of best  asked"
+    )
     for trace in read_traces(options.traces):
         for world in worlds_of(costs, trace.drafter):
             for users in USERS:
@@ -184,7 +186,9 @@ def compare_command(options: argparse.Namespace) -> None:
                     f"{cell.asked:6.2f}",
                     flush=True,
                 )
-    print(f"ours over the best fixed: median {statistics.median(shares):.3f}, least {min(shares):.3f}")
+    print(
+        f"ours over the best fixed: median {statistics.median(shares):.3f}, least {min(shares):.3f}"
+    )
 
 
 def main() -> None:

@@ -72,9 +72,7 @@ def new_engine(llm: LLM, drafter: Any, max_draft_tokens: int) -> Engine:
     )
 
 
-def measure_rounds(
-    llm: LLM, users: int, context: int, repeats: int
-) -> list[tuple[int, float]]:
+def measure_rounds(llm: LLM, users: int, context: int, repeats: int) -> list[tuple[int, float]]:
     """(rows in all, seconds of a round), medians over interleaved rounds."""
     fillers = Fillers()
     engine = new_engine(llm, fillers, max(ROWS_EACH))

@@ -14,7 +14,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -132,7 +132,7 @@ class Outcome:
         return self.tokens / self.seconds
 
 
-@lru_cache(maxsize=None)
+@cache
 def tree_of(nodes: tuple[Node, ...]) -> DraftTree:
     """A recorded tree; the answer's own nodes hold ``HIT``."""
     tree = DraftTree.root(0)
@@ -218,7 +218,7 @@ def _draft(
         if tree.depth and max(tree.depth) > depth:
             tree = tree.best(len(tree), depth)
         trees.append(tree)
-        passes = max(passes, min(depth, max(1, max(tree.depth))))
+        passes = max(passes, min(depth, max(1, *tree.depth)))
     return trees, passes
 
 
@@ -234,7 +234,7 @@ def fixed_settings(max_depth: int, max_nodes: int) -> dict[str, Callable[[], Pol
     """Plain decoding, and the chains and trees that a user might pin."""
     found: dict[str, Callable[[], Policy]] = {"plain": lambda: Fixed(0, 0)}
     for depth in range(1, max_depth + 1):
-        for num_nodes in sorted({depth, 2 * depth, max_nodes}):
+        for num_nodes in sorted({depth, max_nodes}):
             if depth <= num_nodes <= max_nodes:
                 name = f"depth {depth}, {num_nodes} nodes"
                 found[name] = lambda d=depth, n=num_nodes: Fixed(d, n)

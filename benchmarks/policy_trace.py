@@ -89,10 +89,10 @@ class Witness:
         verdicts: Sequence[Verdict],
         hidden: Sequence[Any],
     ) -> None:
-        """The drafter learns as if its whole tree had been verified; its states are the true ones."""
+        """The drafter learns as if its whole tree had been verified, on the true states."""
         told_trees, told = [], []
-        for request, tree, verdict in zip(requests, trees, verdicts, strict=True):
-            tree = self._out.pop(request.request_id, tree)
+        for request, verified, verdict in zip(requests, trees, verdicts, strict=True):
+            tree = self._out.pop(request.request_id, verified)
             place = len(request.token_ids) - len(verdict.tokens)
             future = self._answers[request.request_id][place:]
             path = path_of(tree, future)

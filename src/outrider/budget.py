@@ -17,7 +17,12 @@ its tokens would have taken plainly, less its own; a plain round pays in 1 %. It
 that a good past does not pay for a bad present. Empty, it closes, and opens again once a round is
 in it. So drafting that loses is left out after a few rounds, and costs about 1 % from then on,
 which is what looking whether it would pay again takes; a step without drafting is plain decoding,
-and the drafter is not called. ``docs/load-policy.md`` has the figures.
+and the drafter is not called. One round in a hundred is plain while drafting pays, so that what it
+is held against is known.
+
+Single rounds are too noisy for that account: a token more or less, a processor that somebody else
+took. So a round pays by what it should take, corrected by what such rounds took, and by the tokens
+hoped for, corrected by what came of such hopes. ``docs/load-policy.md`` has the figures.
 """
 
 from __future__ import annotations
@@ -33,7 +38,12 @@ from outrider.tree import DraftTree
 from outrider.types import StepRecord
 
 LEARNING = 0.05  # weight of the newest round in the load's rate
-CEILING = 8.0  # most that an account holds, in plain rounds; a new one begins with it
+YIELD = 0.5  # of a node's chance: what its best child has, about
+FADING = 0.98  # of what hopes came to, per round that drafted
+TRUST = 5.0  # tokens, hoped for and accepted, that a new load is taken to have seen
+CEILING = 8.0  # most that an account holds, in plain rounds
+BEGINNING = 3.0  # what a new one begins with
+PLAIN_ROUNDS = 5  # that a new load begins with: the price that all is held against
 OPENING = 1.0  # what a closed account must hold before it opens again
 ALLOWANCE = 0.01  # what a plain round pays in
 
@@ -46,21 +56,38 @@ class _Load:
     later_s: float = 0.0  # each further one
     tokens: float = 0.0
     seconds: float = 0.0
-    account: float = CEILING
+    hoped: float = TRUST  # fading sums: tokens hoped for, and what became of them
+    accepted: float = TRUST
+    account: float = BEGINNING
     is_open: bool = True
+    num_plain: int = 0
+    num_since_plain: int = 0
+
+    @property
+    def wants_plain(self) -> bool:
+        """Whether plain decoding, which drafting is held against, must be looked at again."""
+        return self.num_plain < PLAIN_ROUNDS or self.num_since_plain * ALLOWANCE >= 1
 
     def follow(self, record: StepRecord) -> None:
         """Take in what a round that drafted took and brought."""
         self.tokens = _towards(self.tokens, record.num_tokens)
-        self.seconds = _towards(
-            self.seconds, record.draft_s + record.verify_s + record.rest_s
-        )
-        if record.draft_passes == 1:
+        self.seconds = _towards(self.seconds, record.draft_s + record.verify_s + record.rest_s)
+        if record.draft_passes < 2:
             self.first_s = _towards(self.first_s, record.draft_s)
-        elif record.draft_passes > 1:
+        else:
             first_s = min(self.first_s or record.draft_s / record.draft_passes, record.draft_s)
             later_s = (record.draft_s - first_s) / (record.draft_passes - 1)
             self.later_s = _towards(self.later_s, later_s)
+
+    def drafting_s(self, record: StepRecord) -> float:
+        """What such drafting takes on average."""
+        return (self.first_s or self.later_s) + max(0, record.draft_passes - 1) * self.later_s
+
+    def credited(self, hoped: float, accepted: float) -> float:
+        """What a round's guesses count for: the tokens hoped for, as far as hopes came true."""
+        self.hoped = FADING * self.hoped + hoped
+        self.accepted = FADING * self.accepted + accepted
+        return hoped * self.accepted / self.hoped if hoped else 0.0
 
     def pay(self, rounds: float) -> None:
         """Pay so many plain rounds' time in, or out if negative."""
@@ -85,6 +112,7 @@ class Budget:
         self._costs = None if table is None else RoundCosts(table)
         self._max_rows = max_rows
         self._loads: dict[int, _Load] = {}
+        self._hoped = 0.0  # sum of the chances of the nodes that are being verified
 
     def min_score(self, contexts: Sequence[int]) -> float | None:
         """None to leave the drafter out of this step, else what a node must promise to be extended.
@@ -95,9 +123,9 @@ class Budget:
         if self._costs is None:
             return 0.0
         load = self._load(len(contexts))
-        if not load.is_open:
+        if not load.is_open or load.wants_plain:
             return None
-        return load.later_s * self._rate(self._costs, contexts) / len(contexts)
+        return load.later_s * self._rate(self._costs, contexts) / len(contexts) / YIELD
 
     def prune(
         self, trees: Sequence[DraftTree], contexts: Sequence[int], num_silent: int = 0
@@ -115,6 +143,7 @@ class Budget:
         if self._costs is not None and nodes:
             scores = [-score for score, _, _ in nodes]
             nodes = nodes[: self._best_count(self._costs, scores, contexts, num_silent)]
+        self._hoped = -sum(negative for negative, _, _ in nodes)
         kept: list[list[int]] = [[] for _ in trees]
         for _, b, node in nodes:
             kept[b].append(node)
@@ -133,12 +162,17 @@ class Budget:
             self._costs.observe(num_requests, record.num_rows, context, served_s)
         load = self._load(num_requests)
         if not record.was_asked:
+            load.num_plain += 1
+            load.num_since_plain = 0
             load.pay(ALLOWANCE)
             return
-        round_s = record.draft_s + served_s
+        load.num_since_plain += 1
         plain_s = self._costs.at(num_requests, num_requests + num_silent, context)
-        load.pay(record.num_tokens / num_requests - round_s / plain_s)
         load.follow(record)
+        accepted = record.num_tokens - num_requests
+        rows = record.num_rows + num_silent
+        taken_s = load.drafting_s(record) + self._costs.at(num_requests, rows, context)
+        load.pay(1 + load.credited(self._hoped, accepted) / num_requests - taken_s / plain_s)
 
     def _load(self, num_requests: int) -> _Load:
         return self._loads.setdefault(load_of(num_requests), _Load())

@@ -38,6 +38,7 @@ NEW_ROUNDS = 10  # whose mean says what rounds of one load and so many rows take
 LEARNING = 0.02  # weight of a later round in that
 PACING = 0.1  # its weight in the pace, which all prices share
 MAX_SURPRISE = 1.25  # a later round counts as no more than so many times its price
+MAX_NEW_SURPRISE = 4.0  # and a first one: the table may be that far off
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +145,13 @@ class RoundCosts:
         cell = self._extras.setdefault(load_of(num_requests), {}).setdefault(place, _Extra(before))
         cell.num_rounds += 1
         price = self.at(num_requests, num_rows, context)
-        if cell.num_rounds > NEW_ROUNDS:
-            surprise = max(1 / MAX_SURPRISE, min(MAX_SURPRISE, seconds / price))
+        is_new = cell.num_rounds <= NEW_ROUNDS
+        most = MAX_NEW_SURPRISE if is_new else MAX_SURPRISE
+        surprise = max(1 / most, min(most, seconds / price))
+        if not is_new:
             self._pace *= surprise**PACING
-            seconds = price * surprise
         weight = max(LEARNING, 1 / cell.num_rounds)
-        cell.seconds += weight * (seconds - price) / self._pace / num_requests
+        cell.seconds += weight * price * (surprise - 1) / self._pace / num_requests
 
     def _extra(self, num_requests: int, rows: NDArray[Any]) -> NDArray[Any]:
         """Seconds per request beyond the table."""

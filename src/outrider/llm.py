@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from outrider.costs import CostTable, measure_costs
 from outrider.config import EngineConfig, SamplingParams, SpeculationConfig
+from outrider.costs import CostTable, measure_costs
 from outrider.drafters import Drafter, DraftSource
 from outrider.engine import Engine
 from outrider.errors import ParameterError, PromptError

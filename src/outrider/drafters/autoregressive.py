@@ -39,7 +39,6 @@ from outrider.tree import DraftTree
 from outrider.types import Verdict
 from outrider.vocabulary import DraftVocabulary
 
-
 # Rows that may wait to be taken in: far more than a step brings, few enough for one short pass.
 MAX_WAITING = 64
 
