@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.budget import CostTable
 from outrider.config import EngineConfig, SamplingParams
+from outrider.costs import CostTable
 from outrider.drafters import Drafter
 from outrider.engine import Engine
 from outrider.models.decoder import Decoder

@@ -1,135 +1,138 @@
-"""The load policy: verify only nodes that pay for the time they take.
+"""The load policy: draft, and verify what was drafted, only where it pays for its time.
 
-Owns the cost table ``T_target(rows, context)`` and the choice of nodes; under the coupled rule any
-choice leaves the text unchanged, so this is about speed alone. Stands between the drafter, whose
-``score`` is a calibrated chance of being accepted, and the target's pass.
+Owns the three choices of a step: whether the drafter is asked at all, what its passes must promise,
+and which of its nodes are verified. Stands around the drafter, whose ``score`` is a calibrated
+chance of being accepted, before the target's pass; :mod:`outrider.costs` says what rounds cost.
+Under the coupled rule any choice leaves the text unchanged, so this is about speed alone.
 
-For the whole batch it takes the most likely nodes, as many as maximise
+All three choices use one currency, the tokens that a second is worth at this load: those that are
+being decoded in it, by drafting or plainly, whichever is more::
 
-    (num_requests + sum of scores) / (T_draft + T_target(rows))
+    a node is verified     if its chance of being accepted exceeds what its row's time is worth
+    a pass is made         if the best node it would extend may yield what the pass's time is worth
+    the drafter is asked   as long as the account of this load is not empty
 
-which is the adaptive draft length, the tree size and the off switch in one rule: with no node, the
-step is plain decoding.
+The account says in plain rounds what drafting has saved. A round that drafted pays in the time that
+its tokens would have taken plainly, less its own; a plain round pays in 1 %. It holds little, so
+that a good past does not pay for a bad present. Empty, it closes, and opens again once a round is
+in it. So drafting that loses is left out after a few rounds, and costs about 1 % from then on,
+which is what looking whether it would pay again takes; a step without drafting is plain decoding,
+and the drafter is not called. One round in a hundred is plain while drafting pays, so that what it
+is held against is known.
+
+Single rounds are too noisy for that account: a token more or less, a processor that somebody else
+took. So a round pays by what it should take, corrected by what such rounds took, and by the tokens
+hoped for, corrected by what came of such hopes. ``docs/load-policy.md`` has the figures.
 """
 
 from __future__ import annotations
 
-import time
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from statistics import fmean
-from typing import Any
 
-from outrider.models.decoder import Decoder
-from outrider.models.layers import Segment
+import numpy as np
+
+from outrider.costs import CostTable, RoundCosts, load_of
 from outrider.tree import DraftTree
 from outrider.types import StepRecord
 
-# A node set must promise this much over plain decoding before it is tried: the table is measured
-# on a noisy machine, and a gain within its error is no gain.
-MIN_GAIN = 1.02
+LEARNING = 0.05  # weight of the newest round in the load's rate
+YIELD = 0.5  # of a node's chance: what its best child has, about
+FADING = 0.98  # of what hopes came to, per round that drafted
+TRUST = 5.0  # tokens, hoped for and accepted, that a new load is taken to have seen
+CEILING = 8.0  # most that an account holds, in plain rounds
+BEGINNING = 3.0  # what a new one begins with
+PLAIN_ROUNDS = 5  # that a new load begins with: the price that all is held against
+OPENING = 1.0  # what a closed account must hold before it opens again
+ALLOWANCE = 0.01  # what a plain round pays in
 
 
-@dataclass(frozen=True, slots=True)
-class CostTable:
-    """Seconds of one target pass by packed rows and by context length, measured at start-up.
+@dataclass(slots=True)
+class _Load:
+    """What is known of one number of requests at once."""
 
-    ``seconds[c][r]`` belongs to ``contexts[c]`` and ``rows[r]``, both ascending. Values between
-    are interpolated; beyond the ends the nearest entry holds (never extrapolated in rows: the
-    engine does not verify more rows than the table knows).
-    """
+    first_s: float = 0.0  # moving averages over rounds that drafted: the drafter's first pass
+    later_s: float = 0.0  # each further one
+    tokens: float = 0.0
+    seconds: float = 0.0
+    hoped: float = TRUST  # fading sums: tokens hoped for, and what became of them
+    accepted: float = TRUST
+    account: float = BEGINNING
+    is_open: bool = True
+    num_plain: int = 0
+    num_since_plain: int = 0
 
-    rows: tuple[int, ...]
-    contexts: tuple[int, ...]
-    seconds: tuple[tuple[float, ...], ...]
+    @property
+    def wants_plain(self) -> bool:
+        """Whether plain decoding, which drafting is held against, must be looked at again."""
+        return self.num_plain < PLAIN_ROUNDS or self.num_since_plain * ALLOWANCE >= 1
 
-    def at(self, num_rows: int, context: float) -> float:
-        """Interpolated seconds of a pass."""
-        by_context = [_interpolate(self.rows, column, num_rows) for column in self.seconds]
-        return _interpolate(self.contexts, by_context, context)
+    def follow(self, record: StepRecord) -> None:
+        """Take in what a round that drafted took and brought."""
+        self.tokens = _towards(self.tokens, record.num_tokens)
+        self.seconds = _towards(self.seconds, record.draft_s + record.verify_s + record.rest_s)
+        if record.draft_passes < 2:
+            self.first_s = _towards(self.first_s, record.draft_s)
+        else:
+            first_s = min(self.first_s or record.draft_s / record.draft_passes, record.draft_s)
+            later_s = (record.draft_s - first_s) / (record.draft_passes - 1)
+            self.later_s = _towards(self.later_s, later_s)
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> CostTable:
-        """Read back what ``dataclasses.asdict`` wrote."""
-        return cls(
-            rows=tuple(data["rows"]),
-            contexts=tuple(data["contexts"]),
-            seconds=tuple(tuple(column) for column in data["seconds"]),
-        )
+    def drafting_s(self, record: StepRecord) -> float:
+        """What such drafting takes on average."""
+        return (self.first_s or self.later_s) + max(0, record.draft_passes - 1) * self.later_s
 
+    def credited(self, hoped: float, accepted: float) -> float:
+        """What a round's guesses count for: the tokens hoped for, as far as hopes came true."""
+        self.hoped = FADING * self.hoped + hoped
+        self.accepted = FADING * self.accepted + accepted
+        return hoped * self.accepted / self.hoped if hoped else 0.0
 
-def _interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """Piecewise linear through the points, constant beyond them."""
-    if x <= xs[0]:
-        return ys[0]
-    if x >= xs[-1]:
-        return ys[-1]
-    after = bisect_right(xs, x)
-    left, right = xs[after - 1], xs[after]
-    weight = (x - left) / (right - left)
-    return ys[after - 1] * (1 - weight) + ys[after] * weight
-
-
-# What the start-up measurement covers; a pass never verifies more rows than the last entry.
-TABLE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-TABLE_CONTEXTS = (64, 512)
-TABLE_REPEATS = 5
+    def pay(self, rounds: float) -> None:
+        """Pay so many plain rounds' time in, or out if negative."""
+        self.account = min(CEILING, self.account + rounds)
+        self.is_open = self.account > (0.0 if self.is_open else OPENING)
 
 
-def measure_costs(
-    target: Decoder, max_model_len: int, on_progress: Callable[[str, float | None], None] | None
-) -> CostTable:
-    """Time the target's pass over the table's rows and contexts (best of 5, about 2 s).
-
-    The best, since the table is kept and a disturbance only ever adds time. Row counts are
-    interleaved, so that none is hit alone, and made non-decreasing: more rows never cost less.
-    """
-    contexts = tuple(c for c in TABLE_CONTEXTS if c < max_model_len) or (1,)
-    cache = target.new_cache(max_batch_size=1, num_slots=contexts[-1] + TABLE_ROWS[-1])
-    row = cache.allocate()
-    seconds = []
-    for place, context in enumerate(contexts):
-        if on_progress is not None:
-            on_progress("timing the target", place / len(contexts))
-        while cache.committed(row) < context:
-            count = min(32, context - cache.committed(row))
-            target.forward([Segment(row, [0] * count, range(count), num_silent=count)], cache)
-            cache.extend(row, count)
-        taken: dict[int, list[float]] = {count: [] for count in TABLE_ROWS}
-        for _ in range(TABLE_REPEATS):
-            for count in TABLE_ROWS:
-                started = time.perf_counter()
-                target.forward([Segment(row, [0] * count, range(count))], cache)
-                taken[count].append(time.perf_counter() - started)
-        best = [min(taken[count]) for count in TABLE_ROWS]
-        seconds.append(tuple(accumulate(best, max)))
-    return CostTable(TABLE_ROWS, contexts, tuple(seconds))
+def _towards(average: float, value: float) -> float:
+    """The average moved on by a new value; the first one is the average."""
+    return average + LEARNING * (value - average) if average else value
 
 
 class Budget:
-    """Prunes each step's trees.
+    """Decides for each step what is drafted and verified.
 
     Args:
-        costs: the target's cost table, or None to verify everything that was drafted (pinned
-            settings).
+        table: the target's costs, or None to ask always and verify everything (pinned settings).
         max_rows: most rows of one pass.
     """
 
-    def __init__(self, costs: CostTable | None, *, max_rows: int) -> None:
-        self._costs = costs
+    def __init__(self, table: CostTable | None, *, max_rows: int) -> None:
+        self._costs = None if table is None else RoundCosts(table)
         self._max_rows = max_rows
-        self._draft_s = 0.0
-        self._pass_s = 0.0  # one pass of the drafter's own module
+        self._loads: dict[int, _Load] = {}
+        self._hoped = 0.0  # sum of the chances of the nodes that are being verified
+
+    def min_score(self, contexts: Sequence[int]) -> float | None:
+        """None to leave the drafter out of this step, else what a node must promise to be extended.
+
+        ``contexts`` are the requests' committed lengths. A pass over all requests yields at most
+        one more token in each; 0 where everything is verified.
+        """
+        if self._costs is None:
+            return 0.0
+        load = self._load(len(contexts))
+        if not load.is_open or load.wants_plain:
+            return None
+        return load.later_s * self._rate(self._costs, contexts) / len(contexts) / YIELD
 
     def prune(
         self, trees: Sequence[DraftTree], contexts: Sequence[int], num_silent: int = 0
     ) -> list[DraftTree]:
         """The batch's trees reduced to the nodes worth verifying; roots always stay.
 
-        ``contexts`` are the requests' committed lengths, ``num_silent`` the prompt rows that share
-        the pass.
+        ``num_silent`` are the prompt rows that share the pass.
         """
         nodes = sorted(
             (-tree.score[node], b, node)
@@ -137,9 +140,10 @@ class Budget:
             for node in range(1, len(tree))
         )
         nodes = nodes[: max(0, self._max_rows - len(trees))]
-        if self._costs is not None:
+        if self._costs is not None and nodes:
             scores = [-score for score, _, _ in nodes]
-            nodes = nodes[: self._best_count(scores, contexts, len(trees) + num_silent)]
+            nodes = nodes[: self._best_count(self._costs, scores, contexts, num_silent)]
+        self._hoped = -sum(negative for negative, _, _ in nodes)
         kept: list[list[int]] = [[] for _ in trees]
         for _, b, node in nodes:
             kept[b].append(node)
@@ -148,31 +152,44 @@ class Budget:
             for tree, keep in zip(trees, kept, strict=True)
         ]
 
-    def min_score(self, contexts: Sequence[int]) -> float:
-        """The chance below which a node cannot be worth the drafter's pass that would extend it.
-
-        One more pass yields at most one more token with that chance, and a token costs at most
-        the target's pass. 0 where everything is verified.
-        """
+    def observe(self, record: StepRecord, contexts: Sequence[int], num_silent: int = 0) -> None:
+        """Take in what a step took and what came of it."""
         if self._costs is None:
-            return 0.0
-        return self._pass_s / self._costs.at(len(contexts), fmean(contexts))
+            return
+        num_requests, context = len(contexts), fmean(contexts)
+        served_s = record.verify_s + record.rest_s
+        if not num_silent:  # a prompt's rows cost less than others
+            self._costs.observe(num_requests, record.num_rows, context, served_s)
+        load = self._load(num_requests)
+        if not record.was_asked:
+            load.num_plain += 1
+            load.num_since_plain = 0
+            load.pay(ALLOWANCE)
+            return
+        load.num_since_plain += 1
+        plain_s = self._costs.at(num_requests, num_requests + num_silent, context)
+        load.follow(record)
+        accepted = record.num_tokens - num_requests
+        rows = record.num_rows + num_silent
+        taken_s = load.drafting_s(record) + self._costs.at(num_requests, rows, context)
+        load.pay(1 + load.credited(self._hoped, accepted) / num_requests - taken_s / plain_s)
 
-    def observe(self, record: StepRecord) -> None:
-        """Take in what a step's drafting cost (moving average)."""
-        self._draft_s += 0.1 * (record.draft_s - self._draft_s)
-        if record.draft_passes:
-            self._pass_s += 0.1 * (record.draft_s / record.draft_passes - self._pass_s)
+    def _load(self, num_requests: int) -> _Load:
+        return self._loads.setdefault(load_of(num_requests), _Load())
 
-    def _best_count(self, scores: Sequence[float], contexts: Sequence[int], base_rows: int) -> int:
-        """How many of the best nodes maximise the expected tokens per second."""
-        assert self._costs is not None
-        context, expected = fmean(contexts), float(len(contexts))
-        best_count = 0
-        best_rate = MIN_GAIN * expected / (self._draft_s + self._costs.at(base_rows, context))
-        for count, score in enumerate(scores, start=1):
-            expected += score
-            seconds = self._draft_s + self._costs.at(base_rows + count, context)
-            if expected / seconds > best_rate:
-                best_count, best_rate = count, expected / seconds
-        return best_count
+    def _rate(self, costs: RoundCosts, contexts: Sequence[int]) -> float:
+        """Tokens that a second is worth."""
+        num_requests = len(contexts)
+        plain = num_requests / costs.at(num_requests, num_requests, fmean(contexts))
+        load = self._load(num_requests)
+        return max(plain, load.tokens / load.seconds if load.seconds else 0.0)
+
+    def _best_count(
+        self, costs: RoundCosts, scores: Sequence[float], contexts: Sequence[int], num_silent: int
+    ) -> int:
+        """How many of the best nodes to verify: tokens hoped for, less what their time is worth."""
+        base_rows = len(contexts) + num_silent
+        rows = np.arange(base_rows, base_rows + len(scores) + 1)
+        seconds = costs.curve(len(contexts), rows, fmean(contexts))
+        hoped = np.concatenate([[0.0], np.cumsum(scores)])
+        return int(np.argmax(hoped - self._rate(costs, contexts) * seconds))

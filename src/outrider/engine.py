@@ -36,8 +36,9 @@ from typing import Any
 
 import torch
 
-from outrider.budget import Budget, CostTable
+from outrider.budget import Budget
 from outrider.config import EngineConfig, SamplingParams
+from outrider.costs import CostTable
 from outrider.counters import Counters, EngineStats
 from outrider.drafters import Drafter
 from outrider.drafters.guarded import GuardedDrafter

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from outrider.budget import CostTable, measure_costs
 from outrider.config import EngineConfig, SamplingParams, SpeculationConfig
+from outrider.costs import CostTable, measure_costs
 from outrider.drafters import Drafter, DraftSource
 from outrider.engine import Engine
 from outrider.errors import ParameterError, PromptError
@@ -161,6 +161,11 @@ class LLM:
     def fingerprint(self) -> Fingerprint:
         """Weights, kernels, precision, threads and exactness level."""
         return self._loaded.fingerprint
+
+    @property
+    def costs(self) -> CostTable:
+        """What the target's pass takes, as measured at start-up."""
+        return self._loaded.costs
 
     @property
     def max_model_len(self) -> int:

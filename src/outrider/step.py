@@ -46,9 +46,14 @@ def speculative_step(
     started = time.perf_counter()
     passes_before = 0 if drafter is None else drafter.num_passes
     committed = [cache.committed(request.row) for request in requests]
-    trees = propose(requests, drafter, budget.min_score(committed))
+    num_before = sum(len(request.token_ids) for request in requests)
+    min_score = budget.min_score(committed)
+    may_draft = any(request.speculates and request.max_depth > 0 for request in requests)
+    was_asked = drafter is not None and may_draft and min_score is not None
+    trees = propose(requests, drafter if was_asked else None, min_score or 0.0)
     num_silent = sum(len(r.token_ids) - 1 - n for r, n in zip(requests, committed, strict=True))
     trees = budget.prune(trees, committed, num_silent)
+    num_passes = 0 if drafter is None else drafter.num_passes - passes_before
     drafted = time.perf_counter()
 
     segments = [_segment(*pair, cache) for pair in zip(requests, trees, strict=True)]
@@ -76,9 +81,19 @@ def speculative_step(
             [verdicts[b] for b in speculating],
             [hidden[b] for b in speculating],
         )
-    num_passes = 0 if drafter is None else drafter.num_passes - passes_before
-    times = (started, drafted, verified, time.perf_counter())
-    return _record(requests, trees, budget, times, num_passes)
+    record = StepRecord(
+        num_requests=len(requests),
+        num_rows=sum(len(tree) for tree in trees),
+        draft_s=drafted - started,
+        verify_s=verified - drafted,
+        rest_s=time.perf_counter() - verified,
+        draft_passes=num_passes,
+        num_tokens=sum(len(request.token_ids) for request in requests) - num_before,
+        was_asked=was_asked,
+    )
+    _share(record, requests)
+    budget.observe(record, committed, num_silent)
+    return record
 
 
 def propose(
@@ -222,26 +237,9 @@ def _segment(request: Request, tree: DraftTree, cache: KVCache) -> Segment:
     )
 
 
-def _record(
-    requests: Sequence[Request],
-    trees: Sequence[DraftTree],
-    budget: Budget,
-    times: tuple[float, float, float, float],
-    num_passes: int,
-) -> StepRecord:
-    """Share the step's time among its requests and tell the budget what it cost."""
-    started, drafted, verified, ended = times
+def _share(record: StepRecord, requests: Sequence[Request]) -> None:
+    """Share the step's time among its requests."""
     for request in requests:
-        request.draft_s += (drafted - started) / len(requests)
-        request.verify_s += (verified - drafted) / len(requests)
-        request.draft_passes += num_passes
-    record = StepRecord(
-        num_requests=len(requests),
-        num_rows=sum(len(tree) for tree in trees),
-        draft_s=drafted - started,
-        verify_s=verified - drafted,
-        rest_s=ended - verified,
-        draft_passes=num_passes,
-    )
-    budget.observe(record)
-    return record
+        request.draft_s += record.draft_s / len(requests)
+        request.verify_s += record.verify_s / len(requests)
+        request.draft_passes += record.draft_passes

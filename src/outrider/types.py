@@ -233,7 +233,8 @@ class TextChunk:
 class StepRecord:
     """Where one engine step's time went, in seconds, and how many rows it verified.
 
-    ``draft_passes`` counts the drafter's own forward passes in it (0 for n-gram); ``prefill_s`` is
+    ``draft_passes`` counts the drafter's own forward passes in it (0 for n-gram), and ``was_asked``
+    says whether it was asked at all; ``num_tokens`` is what the step emitted; ``prefill_s`` is
     the time of the ``prefill_tokens`` prompt tokens that were computed ahead, beside the rest.
     """
 
@@ -245,3 +246,5 @@ class StepRecord:
     draft_passes: int = 0
     prefill_s: float = 0.0
     prefill_tokens: int = 0
+    num_tokens: int = 0
+    was_asked: bool = False

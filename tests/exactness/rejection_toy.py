@@ -21,8 +21,9 @@ import torch
 from numpy.typing import NDArray
 
 from outrider import rejection, step
-from outrider.budget import Budget, CostTable
+from outrider.budget import Budget
 from outrider.config import SamplingParams
+from outrider.costs import CostTable
 from outrider.draws import draw_child
 from outrider.noise import Purpose
 from outrider.tree import DraftTree
@@ -207,6 +208,16 @@ def drawn_leaves(*num_fixed: int, **changes: Any) -> DrawingDrafter:
     return DrawingDrafter(fixed=num_fixed, **changes)
 
 
+class Untaught(Budget):
+    """Asks always: what the toy's passes take on the clock says nothing about its table."""
+
+    def min_score(self, contexts: Any) -> float:
+        return 0.0
+
+    def observe(self, *step: Any) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class RejectionSetup(Setup):
     """A :class:`toy.Setup` under the ``rejection`` rule; ``patches`` replace parts of the rule.
@@ -223,7 +234,7 @@ class RejectionSetup(Setup):
     def run(self, world: World | None = None) -> tuple[Answer, ...]:
         assert self.params.uses_rejection
         advance = partial(step.speculative_step, uses_blocks=self.uses_blocks)
-        budget = partial(Budget, self.costs)
+        budget = partial(Untaught, self.costs)
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(step, "speculative_step", advance))
             stack.enter_context(

@@ -11,13 +11,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from outrider.budget import CostTable
 from outrider.config import Method, SpeculationConfig
+from outrider.costs import CostTable
 from outrider.drafters.combined import CombinedDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.models.decoder import Decoder
 from tests.draft_modules import oracle_drafter, random_drafter
 from tests.engines import new_engine, run, submit
+from tests.exactness.rejection_toy import Untaught
 from tests.exactness.runs import assert_speculated, params_of, plain, prompts_of
 from tests.models import random_decoder
 
@@ -141,7 +142,8 @@ def test_pruning_by_cost_changes_nothing(target: Decoder, method: Method, use_tr
     prompts, params = prompts_of(target), params_of("warm", logit_bias=FEW_TOKENS)
     expected = plain(target, prompts, params)
     drafter = random_drafter(method, target, shape(method, use_tree), max_batch_size=5)
-    engine = new_engine(target, drafter, max_batch_size=5, costs=costs)
+    engine = new_engine(target, drafter, max_batch_size=5)
+    engine._budget = Untaught(costs, max_rows=64)
     outcomes, stats = run(engine, prompts, params)
     most = shape(method, use_tree).num_draft_tokens * stats.verify_steps
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.budget import CostTable
 from outrider.config import Accept, SamplingParams
+from outrider.costs import CostTable
 from outrider.vocabulary import DraftVocabulary
 from tests.exactness import rejection_wrong as wrong
 from tests.exactness.rejection_toy import (

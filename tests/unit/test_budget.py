@@ -1,17 +1,15 @@
-"""The load policy: which nodes are verified, and that it reads its table as documented."""
+"""The load policy: whether the drafter is asked, and which nodes are verified."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.budget import MIN_GAIN, TABLE_ROWS, Budget, CostTable, measure_costs
+from outrider.budget import ALLOWANCE, CEILING, PLAIN_ROUNDS, YIELD, Budget
+from outrider.costs import CostTable
 from outrider.tree import DraftTree
 from outrider.types import StepRecord
-from tests.models import random_decoder
 from tests.strategies import trees
 
 FLAT = CostTable(rows=(1, 64), contexts=(64,), seconds=((0.02, 0.02),))
@@ -29,23 +27,22 @@ def test_free_rows_are_all_used_and_linear_rows_are_not() -> None:
 
 
 @given(st.lists(trees(), min_size=1, max_size=3), st.floats(0.001, 2.0))
-def test_the_kept_nodes_maximise_expected_tokens_per_second(
+def test_the_kept_nodes_are_worth_the_most_beyond_their_time(
     batch: list[DraftTree], row_cost: float
 ) -> None:
-    """Brute force over how many of the best nodes to keep; a gain below the margin is none."""
+    """Brute force over how many of the best nodes to keep."""
     costs = CostTable((1, 100), (64,), ((1.0, 1.0 + 99 * row_cost),))
     kept = Budget(costs, max_rows=100).prune(batch, [10] * len(batch))
     scores = sorted((s for tree in batch for s in tree.score[1:]), reverse=True)
+    plain_rate = len(batch) / costs.at(len(batch), 10)
 
-    def rate(count: int) -> float:
-        return (len(batch) + sum(scores[:count])) / costs.at(len(batch) + count, 10)
+    def worth(count: int) -> float:
+        seconds = costs.at(len(batch) + count, 10) - costs.at(len(batch), 10)
+        return sum(scores[:count]) - plain_rate * seconds
 
     num_kept = sum(tree.num_drafted for tree in kept)
-    best = max(rate(count) for count in range(len(scores) + 1))
-    if num_kept:
-        assert rate(num_kept) == pytest.approx(best)
-    else:
-        assert best <= rate(0) * MIN_GAIN * (1 + 1e-9)
+    best = max(worth(count) for count in range(len(scores) + 1))
+    assert best == pytest.approx(worth(num_kept), abs=1e-9)
     for before, after in zip(batch, kept, strict=True):
         paths = {tuple(before.path_tokens(n)) for n in range(len(before))}
         assert {tuple(after.path_tokens(n)) for n in range(len(after))} <= paths
@@ -58,35 +55,134 @@ def test_rows_never_exceed_the_pass(batch: list[DraftTree], max_rows: int) -> No
     assert sum(len(tree) for tree in kept) <= max(max_rows, len(batch))
 
 
-def test_the_table_interpolates_and_never_extrapolates() -> None:
-    table = CostTable((1, 3), (10, 20), ((1.0, 2.0), (3.0, 4.0)))
+def test_pinned_settings_ask_always_and_for_everything() -> None:
+    budget = Budget(None, max_rows=64)
+    for _ in range(100):
+        budget.observe(drafted(0.02, 1), [10])
 
-    assert 1.5 == table.at(2, 10)
-    assert 2.5 == table.at(2, 15)
-    assert 4.0 == table.at(99, 99)
-    assert 1.0 == table.at(0, 0)
+    assert 0.0 == budget.min_score([10])
 
 
-def test_time_already_spent_on_drafting_makes_more_nodes_worth_it() -> None:
-    """Drafting is paid when the nodes are chosen: the dearer it was, the less to waste of it."""
+def test_a_faster_load_makes_time_dearer() -> None:
+    """What a second is worth is what is decoded in one: a slow row pays only while little is."""
     tree = DraftTree.root(1)
     tree.add(0, 2, 0.5)
-    costs = CostTable((1, 2), (64,), ((1.0, 1.6),))
+    costs = CostTable((1, 2), (64,), ((1.0, 1.3),))
     budget = Budget(costs, max_rows=8)
 
-    assert 0 == budget.prune([tree], [10])[0].num_drafted
-    for _ in range(100):
-        budget.observe(StepRecord(1, 2, draft_s=50.0, verify_s=1.2, rest_s=0.0))
     assert 1 == budget.prune([tree], [10])[0].num_drafted
+    for _ in range(100):  # four tokens a second
+        budget.observe(StepRecord(1, 2, 0.0, 1.3, 0.0, num_tokens=5, was_asked=True), [10])
+    assert 0 == budget.prune([tree], [10])[0].num_drafted
 
 
-def test_measured_costs_never_fall_with_rows() -> None:
-    table = measure_costs(random_decoder(), max_model_len=128, on_progress=None)
+def test_a_pass_must_promise_what_its_time_is_worth() -> None:
+    budget = begun(FLAT)
+    for _ in range(90):
+        budget.prune([certain_chain()], [10])
+        budget.observe(drafted(0.02, 2, draft_s=0.004, passes=2), [10])
 
-    assert TABLE_ROWS == table.rows
-    assert (64,) == table.contexts
-    for column in table.seconds:
-        assert all(0 < a <= b for a, b in itertools.pairwise(column))
-    assert table == CostTable.from_json(
-        {"rows": list(table.rows), "contexts": [64], "seconds": [list(table.seconds[0])]}
+    # 2 tokens in 24 ms; a pass takes 2 ms, and a child is half as likely as its parent.
+    assert 2 / 0.024 * 0.002 / YIELD == pytest.approx(budget.min_score([10]) or 0, rel=0.05)
+
+
+def drafted(
+    seconds: float, tokens: int, *, draft_s: float = 0.01, passes: int = 1, users: int = 1
+) -> StepRecord:
+    """A round that drafted."""
+    return StepRecord(
+        num_requests=users,
+        num_rows=users,
+        draft_s=draft_s,
+        verify_s=seconds,
+        rest_s=0.0,
+        draft_passes=passes,
+        num_tokens=tokens,
+        was_asked=True,
     )
+
+
+def plain(seconds: float, users: int = 1) -> StepRecord:
+    """A round of plain decoding."""
+    return StepRecord(users, users, 0.0, seconds, 0.0, num_tokens=users)
+
+
+def begun(table: CostTable, users: int = 1) -> Budget:
+    """A policy that has seen as many plain rounds of this load as it wants to at first."""
+    budget = Budget(table, max_rows=64)
+    for _ in range(PLAIN_ROUNDS):
+        budget.observe(plain(0.02, users), [10] * users)
+    return budget
+
+
+def certain_chain() -> DraftTree:
+    """Two tokens, each promised for sure."""
+    chain = DraftTree.root(1)
+    chain.add(chain.add(0, 2, 1.0), 3, 1.0)
+    return chain
+
+
+def play(budget: Budget, num_rounds: int, accepted: int, users: int = 1) -> list[bool]:
+    """Rounds of a drafter that promises two tokens per request; whether each was asked.
+
+    Asking takes half as long as the target's pass.
+    """
+    asked = []
+    for _ in range(num_rounds):
+        asked.append(budget.min_score([10] * users) is not None)
+        if asked[-1]:
+            budget.prune([certain_chain()] * users, [10] * users)
+            budget.observe(drafted(0.02, users * (1 + accepted), users=users), [10] * users)
+        else:
+            budget.observe(plain(0.02, users), [10] * users)
+    return asked
+
+
+def test_a_load_begins_with_plain_rounds() -> None:
+    asked = play(Budget(FLAT, max_rows=64), 20, accepted=2)
+
+    assert [False] * PLAIN_ROUNDS + [True] * (20 - PLAIN_ROUNDS) == asked
+
+
+def test_a_drafter_that_pays_is_asked_but_for_a_look_at_plain_rounds() -> None:
+    asked = play(begun(FLAT), 1000, accepted=2)
+
+    assert 1000 // (1 + round(1 / ALLOWANCE)) == asked.count(False)
+
+
+def test_a_drafter_that_is_never_right_is_left_out_and_costs_little() -> None:
+    """Half a round lost each time: closed within a few, and 1 % from then on."""
+    budget = begun(FLAT)
+    first, later = play(budget, 1000, accepted=0), play(budget, 3000, accepted=0)
+
+    assert first[0]
+    assert 0.5 * sum(first) < 40
+    assert 0 < 0.5 * sum(later) <= 2 * ALLOWANCE * len(later)  # it is still looked at
+
+
+def test_a_drafter_that_becomes_right_is_asked_again() -> None:
+    budget = begun(FLAT)
+    wrong, right = play(budget, 1000, accepted=0), play(budget, 3000, accepted=2)
+
+    assert sum(wrong[500:]) < 20
+    assert sum(right[1500:]) > 1400
+
+
+def test_loads_are_judged_apart() -> None:
+    """At 16 requests drafting loses, alone it gains."""
+    budget = begun(FLAT)
+    for _ in range(20):
+        play(budget, 20, accepted=2)
+        play(budget, 20, accepted=0, users=16)
+
+    assert sum(play(budget, 20, accepted=2)) > 18
+    assert sum(play(budget, 20, accepted=0, users=16)) < 5
+
+
+def test_a_good_past_does_not_pay_for_a_bad_present() -> None:
+    budget = begun(FLAT)
+    play(budget, 10_000, accepted=2)
+    at_first, later = play(budget, 400, accepted=0), play(budget, 400, accepted=0)
+
+    assert 0.5 * sum(at_first) < 10 * CEILING
+    assert sum(later) < 40

@@ -12,6 +12,10 @@ children; each further pass runs one layer of the tree. Slots of the module's ow
 Drafted rows are never kept, accepted or not: the next step's first pass computes the accepted ones
 again from true states, which costs next to nothing and keeps acceptance from drifting.
 
+A request that is not asked for guesses only collects its rows, which wait for the first pass of the
+step that asks again; ``MAX_WAITING`` of them at once are taken in without being asked, so that
+neither their states nor that first pass grow without bound.
+
 Row t of a head joins the state at position t with token t + 1 (``token_shift`` 1), row t of a draft
 model is token t (``token_shift`` 0); in both the newest true row predicts the root's children.
 """
@@ -34,6 +38,9 @@ from outrider.models.layers import Segment
 from outrider.tree import DraftTree
 from outrider.types import Verdict
 from outrider.vocabulary import DraftVocabulary
+
+# Rows that may wait to be taken in: far more than a step brings, few enough for one short pass.
+MAX_WAITING = 64
 
 
 class DraftModule(Protocol):
@@ -79,6 +86,11 @@ class _State:
     @property
     def num_waiting(self) -> int:
         return sum(len(states) for states in self.waiting)
+
+    def take(self, count: int) -> None:
+        """The first ``count`` rows wait no longer."""
+        left = torch.cat(self.waiting)[count:]
+        self.waiting = [left] if len(left) else []
 
 
 @dataclass(slots=True)
@@ -215,7 +227,11 @@ class AutoregressiveDrafter:
         verdicts: Sequence[Verdict],
         hidden: Sequence[Tensor | None],
     ) -> None:
-        """Count hits and misses; keep the new states for the next step's first pass."""
+        """Count hits and misses; keep the new states for the next step's first pass.
+
+        Of a request with very many rows that wait, the first ones are taken in here.
+        """
+        behind = []
         for request, tree, verdict, hidden_TC in zip(
             requests, trees, verdicts, hidden, strict=True
         ):
@@ -225,6 +241,11 @@ class AutoregressiveDrafter:
                 state.growth = None
             if hidden_TC is not None:
                 state.waiting.append(hidden_TC)
+            tokens = self._new_tokens(request, state)
+            if len(tokens) > MAX_WAITING:  # the newest row stays: its logits are the next guesses
+                behind.append((state, tokens[:MAX_WAITING]))
+        if behind:
+            self._take_in(behind, is_silent=True)
 
     def release(self, request: Identified) -> None:
         """Give the cache row back, scrubbed: states of a target that failed are not finite."""
@@ -247,10 +268,12 @@ class AutoregressiveDrafter:
         for state, tokens in pairs:
             num_silent = len(tokens) if is_silent else len(tokens) - 1
             segments.append(Segment(state.row, tokens, range(len(tokens)), num_silent=num_silent))
-            features += state.waiting
+            if state.waiting:
+                features.append(torch.cat(state.waiting)[: len(tokens)])
         output = self._pass(segments, features, from_target=True)
         for state, tokens in pairs:  # not before: a pass that fails is tried again
-            state.waiting = []
+            if state.waiting:
+                state.take(len(tokens))
             self._cache.extend(state.row, len(tokens))
         return output
 
