@@ -212,6 +212,7 @@ class DraftView:
         self._prefix = prefix
         self._noise = noise
         self._vocabulary = vocabulary
+        self._noise_at: dict[int, Row] = {}
 
     def warp(self, logits_W: Tensor | Row, path: Sequence[int]) -> Row:
         """Draft logits after the request's penalties, grammar and filters; a new float32 ``[W]``.
@@ -232,8 +233,12 @@ class DraftView:
         """
         if self._noise is None:
             return None
-        noise_V = self._noise.at(self.num_tokens + depth).numpy()
-        return noise_V if self._vocabulary is None else noise_V[self._vocabulary.ids_W]
+        if depth not in self._noise_at:
+            noise_V = self._noise.at(self.num_tokens + depth).numpy()
+            self._noise_at[depth] = (
+                noise_V if self._vocabulary is None else noise_V[self._vocabulary.ids_W]
+            )
+        return self._noise_at[depth]
 
     def probs(self, logits_W: Tensor | Row, path: Sequence[int]) -> Row:
         """The softmax of :meth:`warp`; all 0 where the logits are not finite."""

@@ -35,6 +35,25 @@ def test_the_largest_entries_are_those_of_a_plain_sort(values: list[float], coun
     assert expected == largest(np.array(values, dtype=np.float32), count)
 
 
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    size=st.integers(60, 3000),
+    num_values=st.sampled_from([2, 20, 10**6]),
+    kept=st.sampled_from([1.0, 0.5, 0.01, 0.0]),
+    count=st.sampled_from([2, 4, 10]),
+)
+def test_the_largest_of_a_wide_row_are_those_of_a_plain_sort(
+    seed: int, size: int, num_values: int, kept: float, count: int
+) -> None:
+    random = np.random.default_rng(seed)
+    row = random.integers(-num_values, num_values, size).astype(np.float32)  # with many ties
+    row[random.random(size) >= kept] = -np.inf  # as a filter or a grammar leaves it
+    order = sorted(range(size), key=lambda index: (-row[index], index))
+    expected = [index for index in order[:count] if row[index] > -np.inf]
+
+    assert expected == largest(row, count)
+
+
 # --- chances ------------------------------------------------------------------------------------
 
 
