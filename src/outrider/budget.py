@@ -140,7 +140,9 @@ class Budget:
             for node in range(1, len(tree))
         )
         nodes = nodes[: max(0, self._max_rows - len(trees))]
-        if self._costs is not None and nodes:
+        if self._costs is not None:
+            # Prompt rows count too: what more rows than the table's cost is not known.
+            nodes = nodes[: max(0, self._max_rows - len(trees) - num_silent)]
             scores = [-score for score, _, _ in nodes]
             nodes = nodes[: self._best_count(self._costs, scores, contexts, num_silent)]
         self._hoped = -sum(negative for negative, _, _ in nodes)

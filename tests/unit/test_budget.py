@@ -55,6 +55,17 @@ def test_rows_never_exceed_the_pass(batch: list[DraftTree], max_rows: int) -> No
     assert sum(len(tree) for tree in kept) <= max(max_rows, len(batch))
 
 
+@given(st.lists(trees(), min_size=1, max_size=4), st.integers(0, 80))
+def test_a_prompts_rows_leave_the_fewer_for_guesses(
+    batch: list[DraftTree], num_silent: int
+) -> None:
+    """Beyond the table's last row a pass seems to cost no more, which it does."""
+    kept = Budget(FLAT, max_rows=64).prune(batch, [10] * len(batch), num_silent)
+
+    room = max(0, 64 - len(batch) - num_silent)
+    assert min(room, sum(tree.num_drafted for tree in batch)) == sum(t.num_drafted for t in kept)
+
+
 def test_pinned_settings_ask_always_and_for_everything() -> None:
     budget = Budget(None, max_rows=64)
     for _ in range(100):
