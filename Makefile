@@ -38,7 +38,7 @@ test: model  ## the tests (under 15 minutes on 2 cores)
 test-exact: model  ## the long exactness suite on the embedded model
 	@$(BIN)/python -m pytest -m exact
 
-fuzz: $(READY)  ## 100,000 made-up requests to a live server (hours)
+fuzz: $(READY)  ## 100,000 made-up requests to a live server (an hour)
 	@OUTRIDER_FUZZ_CASES=100000 $(BIN)/python -m pytest -q tests/server/test_fuzz.py
 
 lint: $(READY)  ## ruff, pyright, import-linter

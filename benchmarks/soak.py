@@ -4,14 +4,16 @@ Starts ``outrider serve`` on the embedded model and the loopback, and drives it:
 
     capacity    as many users as the batch has places, each asking again at once
     overload    twice that rate, open loop: nobody waits for anybody; half of them stream
-    storm       400 requests, every other client leaves at a random point
+    storm       400 requests, every other client leaves at a random point; then a full batch that
+                leaves at one moment
     drain       SIGTERM with open streams: they end well, the process ends with status 0
     kill        SIGKILL with open streams, on a second server: each ends with an error
 
     python benchmarks/soak.py --minutes 10 --json > soak.json
 
 Exit status 1 when a bound is broken. Clients share the machine with the server, so its figures are
-no measure of speed. Progress goes to stderr. Needs ``outrider[server,bench]``.
+no measure of speed. Flags that are not this script's own go to the server. Progress goes to stderr.
+Needs ``outrider[server,bench]`` and a system with signals and ``ps``.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ import json
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from soak_load import (
     MemoryWatch,
     ServerProcess,
     bundled_prompts,
+    leave_at_once,
     measure_capacity,
     offer,
     open_streams,
@@ -126,7 +128,7 @@ def checks(figures: Figures, drain_timeout_s: float) -> list[Check]:
         ),
         of("storm: requests ended with", figures.storm_ends, ANSWERED | {"left"}),
         Check(
-            "storm: slots free after the last client",
+            "storm: slots free after a full batch left",
             f"{figures.storm_free_s:.2f} s",
             f"< {FREE_S:g} s",
             figures.storm_free_s < FREE_S and figures.slots_after_storm == 0,
@@ -187,6 +189,8 @@ async def soak(arguments: argparse.Namespace, flags: Sequence[str]) -> Figures:
             note(f"soak: {counts(overload.ends)}; a storm of {arguments.storm}")
             leaving = clients(server)
             await storm(leaving, arguments.storm, at_once=4 * users)
+            # At last a full batch that leaves at one moment, in the middle of its answers.
+            await leave_at_once(await open_streams(leaving, users, 1000))
             free_s, storm_slots = await until_free(leaving, 30.0)
             after = await status(leaving)
             note("soak: SIGTERM with open streams")
@@ -218,7 +222,7 @@ async def soak(arguments: argparse.Namespace, flags: Sequence[str]) -> Figures:
         drain_exit_status=exit_status,
         drain_ends=dict(draining.ends),
         kill_s=kill_s,
-        kill_ends=dict(Counter(killed.ends)),
+        kill_ends=dict(killed.ends),
         failed=after["failed"],
         faults=after["faults"],
     )
@@ -238,7 +242,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=Path, help="JSONL; the bundled ones unless given")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     arguments, more = parser.parse_known_args(argv)
+    # A short queue is full soon; the storm fits in.
     flags = ["--max-batch-size", str(arguments.batch), "--max-model-len", "2048"]
+    flags += ["--max-waiting", str(4 * arguments.batch)]
     flags += ["--drain-timeout", str(arguments.drain_timeout), *more]
     figures = asyncio.run(soak(arguments, flags))
     found = checks(figures, arguments.drain_timeout)

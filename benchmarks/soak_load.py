@@ -24,6 +24,9 @@ from typing import Any, Self
 
 import aiohttp
 
+from outrider.bench.prompts import load_prompts
+from outrider.commands.serve_options import KEY_VARIABLE
+
 CHAT = "/v1/chat/completions"
 DONE = b"data: [DONE]"
 HANG_S = 300.0
@@ -35,8 +38,7 @@ class ServerProcess:
 
     def __init__(self, flags: Sequence[str]) -> None:
         command = [sys.executable, "-m", "outrider.cli", "serve", "--port", "0", *flags]
-        environment = {**os.environ, "OUTRIDER_API_KEY": ""}
-        environment.pop("OUTRIDER_API_KEY")
+        environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self._lines: list[str] = []
         self._has_spoken = threading.Event()
@@ -204,6 +206,13 @@ async def open_streams(clients: Clients, count: int, max_tokens: int) -> list[as
     return tasks
 
 
+async def leave_at_once(tasks: Sequence[asyncio.Task[str]]) -> None:
+    """All clients of these streams close their connections."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
 async def status(clients: Clients) -> dict[str, Any]:
     """The server's own account."""
     async with clients.session.get(clients.server.url + "/status.json") as response:
@@ -258,7 +267,7 @@ class HealthWatch:
 
 
 class MemoryWatch:
-    """A server's resident memory: now, and the highest of each half of a load."""
+    """A server's resident memory in MiB, once a second while entered."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.mib: list[float] = []
@@ -281,6 +290,4 @@ class MemoryWatch:
 
 def bundled_prompts(path: Path | None, max_chars: int = 1000) -> list[str]:
     """First turns that are not too long."""
-    from outrider.bench.prompts import load_prompts
-
     return [prompt.turns[0] for prompt in load_prompts(path) if len(prompt.turns[0]) <= max_chars]

@@ -255,6 +255,7 @@ class Server:
     now: float = 0.0
     tickets: list[Ticket] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
+    _open: list[Ticket] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.target = FakeTarget()
@@ -301,7 +302,9 @@ class Server:
     def follow(self, request: Request) -> None:
         prompt = request.token_ids[: request.prompt_len]
         expected = answer(prompt, request.params.max_tokens)
-        self.tickets.append(Ticket(request, expected, POISON in prompt or NAN in prompt))
+        ticket = Ticket(request, expected, POISON in prompt or NAN in prompt)
+        self.tickets.append(ticket)
+        self._open.append(ticket)
 
     def step(self) -> list[Request]:
         self.now += 1.0
@@ -351,8 +354,9 @@ class Server:
         guard = self.engine._drafter
         assert guard is None or guard.is_off or known - guard._lost == {*self.drafter.states}
         self._check_stats()
-        for ticket in self.tickets:
+        for ticket in self._open:
             self._check_ticket(ticket)
+        self._open = [ticket for ticket in self._open if ticket.request.finish_reason is None]
 
     def _check_stats(self) -> None:
         stats = self.engine.stats()

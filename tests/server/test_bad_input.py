@@ -247,6 +247,30 @@ def test_a_malformed_schema_is_refused_also_behind_a_good_one(
 @pytest.mark.parametrize(
     "fields",
     [
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"enum": [str(n) for n in range(20_000)]}},
+            }
+        },
+        {"tools": [tool(deep(50), name=f"t{n}") for n in range(64)], "tool_choice": "required"},
+    ],
+    ids=["schema", "tools"],
+)
+def test_a_schema_that_is_too_long_is_named_by_its_field(
+    server: LiveServer, fields: dict[str, Any]
+) -> None:
+    (name, *_) = fields
+    error = refused(server, CHAT, chat_body(**fields))
+
+    assert name == error["param"]
+    assert error["message"].startswith(f"{name}: the ")
+    assert "allowed: 1 .. 65536" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
         {"response_format": {"type": "xml"}},
         {"response_format": {"type": "json_schema"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x y", "schema": {}}}},

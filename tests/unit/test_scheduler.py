@@ -133,7 +133,7 @@ class ServerMachine(RuleBasedStateMachine):
 
 @pytest.mark.draft_faults
 class TestServer(ServerMachine.TestCase):
-    settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+    settings = settings(max_examples=1000, stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.exact
@@ -261,7 +261,7 @@ WRONG: list[Callable[[pytest.MonkeyPatch], None]] = [
 ]
 
 
-@pytest.mark.draft_faults  # some hit the drafter too, before they are noticed
+@pytest.mark.draft_faults  # the fake drafter notices some of them first
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__[1:])
 def test_a_wrong_scheduler_is_noticed(
     wrong: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

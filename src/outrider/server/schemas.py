@@ -157,6 +157,7 @@ class ToolMessage(Strict):
     role: Literal["tool"]
     content: Content
     tool_call_id: str = Field(max_length=128)
+    name: Text | None = None
 
 
 Message = Annotated[PlainMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]

@@ -7,7 +7,8 @@ take time, so all of it runs on a worker thread, never on the event loop.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,12 +55,15 @@ def prepare_chat(llm: LLM, body: ChatRequest, salt: str) -> Prepared:
         ApiError: two fields cannot be combined.
     """
     plan = ToolPlan.of(body.tools, body.tool_choice, body.parallel_tool_calls)
+    field = "response_format" if plan is None else "tools"
+    with _grammar_of(field):
+        grammar = _grammar(body.response_format) if plan is None else plan.grammar()
     prompt_ids = llm.tokenizer.encode_chat(template_messages(body.messages, plan))
     limit = body.max_completion_tokens or body.max_tokens or UNBOUNDED
     params = replace(
         _params(body, limit),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        grammar=_grammar(body.response_format) if plan is None else plan.grammar(),
+        grammar=grammar,
     )
     predicted: list[int] = []
     if body.prediction is not None:
@@ -71,15 +75,21 @@ def prepare_chat(llm: LLM, body: ChatRequest, salt: str) -> Prepared:
         predicted = llm.tokenizer.encode(
             joined(body.prediction.content), add_special_tokens=False, allow_special=False
         )
-    try:
+    with _grammar_of(field):
         requests = _requests(llm, body, [prompt_ids], params, salt=salt, prediction_ids=predicted)
+    return Prepared(requests, body.n or 1, (tuple(prompt_ids),), plan)
+
+
+@contextmanager
+def _grammar_of(field: str) -> Iterator[None]:
+    """A grammar that is refused, by the name of the field that asked for it."""
+    try:
+        yield
     except ParameterError as problem:
         name, _, rest = str(problem).partition(":")
         if name != "grammar":
             raise
-        field = "response_format" if plan is None else "tools"
         raise refused(f"{field}:{rest}", param=field) from None
-    return Prepared(requests, body.n or 1, (tuple(prompt_ids),), plan)
 
 
 def prepare_completion(llm: LLM, body: CompletionRequest, salt: str, max_choices: int) -> Prepared:
@@ -125,16 +135,17 @@ def joined(content: Content | None) -> str:
 
 
 def _template_message(message: Message) -> dict[str, Any]:
-    if isinstance(message, ToolMessage):
-        return {"role": "user", "content": tools.result_text(joined(message.content))}
+    role: str = message.role
     content = joined(message.content)
+    if isinstance(message, ToolMessage):
+        role, content = "user", tools.result_text(content)
     if isinstance(message, AssistantMessage):
         calls = [
             tools.call_text(call.function.name, call.function.arguments)
             for call in message.tool_calls or ()
         ]
         content = "\n".join([content, *calls] if content else calls)
-    written: dict[str, Any] = {"role": message.role, "content": content}
+    written: dict[str, Any] = {"role": role, "content": content}
     if message.name is not None:
         written["name"] = message.name
     return written
@@ -173,12 +184,13 @@ def _grammar(wanted: ResponseFormat | None) -> GrammarSpec | None:
         return GrammarSpec(GrammarKind.JSON_OBJECT)
     try:
         schema = {} if wanted.json_schema.schema_ is None else wanted.json_schema.schema_
-        return GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema, allow_nan=False))
+        text = json.dumps(schema, allow_nan=False)
     except (ValueError, RecursionError) as problem:
         raise refused(
             f"response_format: the schema cannot be written as JSON: {problem}",
             param="response_format",
         ) from None
+    return GrammarSpec(GrammarKind.JSON_SCHEMA, text)
 
 
 def _prompts(
