@@ -98,7 +98,8 @@ class ScriptedDrafter:
                 ordered = [(true_token + 1) % self._vocab_size]
             added = {token: tree.add(parent, token, tree.score[parent] * 0.9) for token in ordered}
             for token in ordered:  # wrong branches go on, so that rejected subtrees exist
-                if token != true_token and self._siblings:
+                is_wrong = token != true_token and self._siblings > 0
+                if is_wrong and tree.depth[added[token]] < depth:
                     tree.add(added[token], true_token, tree.score[added[token]] * 0.5)
             if is_honest:
                 parent = added[true_token]
