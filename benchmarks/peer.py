@@ -57,7 +57,8 @@ class Arm:
     """One way to decode: prompt ids and a length in, an :class:`Answer` out.
 
     ``engine`` groups arms for comparison, ``weights`` says in which numbers they compute;
-    ``is_plain`` decodes without guessing.
+    ``is_plain`` decodes without guessing. An engine that still keeps a core busy after it has
+    answered does so for ``settle_s`` at most: nobody else is timed before that.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Arm:
     is_plain: bool
     answer: AnswerFunction
     version: str = ""
+    settle_s: float = 0.0
 
 
 class PeerError(Exception):
@@ -124,7 +126,7 @@ class Launch:
     """An arm that is yet to be started: ``python`` runs ``script`` with ``settings``.
 
     ``speculation`` is in the engine's own words, None for plain decoding. Threads and context are
-    the same for all arms of a comparison.
+    the same for all arms of a comparison. ``settle_s`` is as in :class:`Arm`.
     """
 
     name: str
@@ -137,6 +139,7 @@ class Launch:
     context: int
     speculation: Mapping[str, Any] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    settle_s: float = 0.0
 
     def settings(self) -> str:
         """What the worker is told on its command line, as JSON."""
@@ -151,9 +154,14 @@ class Launch:
 
     def arm(self, worker: Worker) -> Arm:
         """The arm, once its worker is ready."""
-        is_plain = self.speculation is None
         return Arm(
-            self.name, self.engine, self.weights, is_plain, worker.answer, worker.version
+            name=self.name,
+            engine=self.engine,
+            weights=self.weights,
+            is_plain=self.speculation is None,
+            answer=worker.answer,
+            version=worker.version,
+            settle_s=self.settle_s,
         )
 
 

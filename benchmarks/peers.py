@@ -27,6 +27,7 @@ import argparse
 import datetime
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,7 +39,7 @@ import outrider_peer
 import transformers_peer
 import vllm_peer
 from measured import peak_memory, prompt_ids
-from peer import Arm, Launch, PeerError, Worker
+from peer import Answer, Arm, Launch, PeerError, Worker
 from peers_figures import REPEATING, REST, Measurement, print_tables, to_json
 
 from outrider import LLM, EngineConfig, OutriderError
@@ -82,12 +83,12 @@ def measure(
     names = list(by_name)
     note(f"peers: warming up {len(names)} arms")
     for arm in arms:
-        arm.answer(prompts[0][1], max_tokens)
+        _answer(arm, prompts[0][1], max_tokens)
     measurements = []
     for index, (prompt, ids) in enumerate(prompts):
         first = index % len(names)
         order = (*names[first:], *names[:first])
-        answers = {name: by_name[name].answer(ids, max_tokens) for name in order}
+        answers = {name: _answer(by_name[name], ids, max_tokens) for name in order}
         for name, answer in answers.items():
             if len(answer.token_ids) != max_tokens:
                 raise PeerError(
@@ -101,6 +102,12 @@ def measure(
         rates = ", ".join(f"{name} {answers[name].total_rate:.1f}" for name in names)
         note(f"peers: {index + 1}/{len(prompts)} {prompt.id}: {rates} tok/s")
     return measurements
+
+
+def _answer(arm: Arm, prompt: list[int], max_tokens: int) -> Answer:
+    answer = arm.answer(prompt, max_tokens)
+    time.sleep(arm.settle_s)
+    return answer
 
 
 def other_launches(path: Path, threads: int, arguments: argparse.Namespace) -> list[Launch]:

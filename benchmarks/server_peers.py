@@ -21,6 +21,7 @@ import argparse
 import asyncio
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -126,10 +127,15 @@ async def measure(arguments: argparse.Namespace, workload: Workload) -> list[Run
             )
             folder = arguments.out / f"users-{users}"
             runs.append(await run_bench(settings, workload, folder, partial(_show, stages)))
+            for (above, below), interval in comparisons(cells(runs[-1])).items():
+                note(f"{users} users: {above} / {below}: {interval}")
     return runs
 
 
 def _show(stages: Stages, progress: Progress) -> None:
+    """Show it; told before a turn begins, when nothing is in flight, also let vLLM come to rest."""
+    if not progress.last:
+        time.sleep(vllm_peer.SETTLE_S)
     done, all_turns = progress.num_done, progress.num_turns
     stages(f"{progress.stage} [{done} of {all_turns} turns]", done / all_turns)
 

@@ -14,6 +14,8 @@ from typing import Any
 from peer import AnswerFunction, Launch, Stopwatch, serve
 
 NAME = "vLLM"
+# Its processes poll each other for a second after the last token before they sleep.
+SETTLE_S = 1.2
 # Drafts of as many tokens as our own chain has at most; two words in a row are a match.
 NGRAM = {
     "method": "ngram",
@@ -51,6 +53,7 @@ def launches(
             context=context,
             speculation=speculation,
             environment=environment(python, threads),
+            settle_s=SETTLE_S,
         )
         for way, speculation in ways.items()
     ]
