@@ -52,7 +52,10 @@ def write_folder(model: str, out: Path) -> None:
         (out / "config.json").write_text(json.dumps(config.to_dict(), indent=2), encoding="utf-8")
         write_tensors(
             out / "model.safetensors",
-            {hf_name(name): weight.to(torch.bfloat16) for name, weight in checkpoint.weights.items()},
+            {
+                hf_name(name): weight.to(torch.bfloat16)
+                for name, weight in checkpoint.weights.items()
+            },
         )
         for name, data in checkpoint.tokenizer.files().items():
             (out / name).write_bytes(data)

@@ -7,11 +7,12 @@ model's), so this arm computes with other numbers than ours and reads about a th
 
 from __future__ import annotations
 
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from peer import AnswerFunction, Launch, PeerError, Stopwatch, serve
+from peer import Answer, AnswerFunction, Launch, PeerError, serve
 
 NAME = "llama.cpp"
 
@@ -44,7 +45,7 @@ def load(settings: dict[str, Any]) -> tuple[str, AnswerFunction]:
     params.hostnames, params.port = ["127.0.0.1"], 0
     server = xllamacpp.Server(params)
 
-    def answer(prompt: list[int], max_tokens: int) -> Any:
+    def answer(prompt: list[int], max_tokens: int) -> Answer:
         request = {
             "prompt": prompt,
             "n_predict": max_tokens,
@@ -52,20 +53,18 @@ def load(settings: dict[str, Any]) -> tuple[str, AnswerFunction]:
             "temperature": 0.0,
             "samplers": ["temperature"],
             "cache_prompt": False,
-            "return_tokens": True,
-            "stream": True,
+            # The one way to be told token ids; after sampling there is one candidate to list.
+            "logprobs": 1,
+            "post_sampling_probs": True,
         }
-        tokens: list[int] = []
-        watch = Stopwatch()
-
-        def take(message: Any) -> None:
-            if "error" in message:
-                raise PeerError(f"llama.cpp: {message['error']}")
-            tokens.extend(message.get("tokens", ()))
-            watch.saw(len(tokens))
-
-        server.handle_completions(request, take)
-        return watch.answer(tokens[:max_tokens])
+        started_s = time.perf_counter()
+        result = server.handle_completions(request)
+        total_s = time.perf_counter() - started_s
+        if "choices" not in result:
+            raise PeerError(f"llama.cpp refused a prompt of {len(prompt)} tokens: {result}")
+        tokens = tuple(entry["id"] for entry in result["choices"][0]["logprobs"]["content"])
+        # The first token falls out of the prompt's pass; llama.cpp times the later ones itself.
+        return Answer(tokens, total_s, result["timings"]["predicted_ms"] / 1000, num_first=1)
 
     return f"llama.cpp (xllamacpp {version('xllamacpp')})", answer
 

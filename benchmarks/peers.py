@@ -9,8 +9,7 @@ whole-request times, prompt included, per prompt; the interval is a t interval o
     python benchmarks/peers.py --per-category 2 --max-tokens 64 --json > peers.json
 
     python benchmarks/hf_folder.py --out smollm2-hf              # vLLM reads no GGUF file
-    python benchmarks/peers.py --vllm ~/venv-vllm/bin/python --vllm-model smollm2-hf \\
-        --openvino ~/venv-ov/bin/python --llama-cpp ~/venv-llama/bin/python
+    python benchmarks/peers.py --vllm ~/venv-vllm/bin/python --vllm-model smollm2-hf ...
 
 Progress goes to stderr, the result to stdout. Needs transformers (``pip install outrider[peers]``).
 How the parts share the work::

@@ -1,4 +1,4 @@
-"""What follows from the answers of ``peers.py``: rates, ratios with intervals, tables, JSON. Pure."""
+"""What follows from the answers of ``peers.py``: rates, ratios with intervals, tables, JSON."""
 
 from __future__ import annotations
 

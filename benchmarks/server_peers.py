@@ -1,4 +1,4 @@
-"""Our server beside vLLM's on the processor: aggregate tokens per second at several numbers of users.
+"""Our server beside vLLM's on the processor: aggregate tokens/s at several numbers of users.
 
 One run starts everything: our server plain and with ways to draft (the shipped head under the load
 policy), and vLLM's plain and with n-gram drafts. All stay loaded and take turns, block by block, in

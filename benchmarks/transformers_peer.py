@@ -56,7 +56,7 @@ class Counting:
 
 
 def arms(path: Path, dtype_name: str, num_lookup_tokens: int, assistant: Path | None) -> list[Arm]:
-    """transformers' ways to decode in one precision; with ``assistant`` as draft model if given."""
+    """All ways to decode in one precision; with ``assistant`` as draft model if given."""
     model = load_transformers(path, dtype_name)
     version = f"transformers {transformers.__version__}"
     ways = {"plain": generating(model), "prompt lookup": generating(model, num_lookup_tokens)}

@@ -33,7 +33,7 @@ _ALLOCATORS = tuple(
 def launches(
     python: Path, model: Path, head: Path | None, threads: int, context: int
 ) -> list[Launch]:
-    """vLLM plain, with n-gram, and with the EAGLE-3 head in the folder ``head`` if there is one.
+    """Plain, with n-gram, and with the EAGLE-3 head in the folder ``head`` if there is one.
 
     ``model`` is a Hugging Face folder.
     """
@@ -77,7 +77,7 @@ def environment(executable: Path, threads: int) -> dict[str, str]:
 
 
 def load(settings: dict[str, Any]) -> tuple[str, AnswerFunction]:
-    """vLLM's engine, ready, one request at a time."""
+    """The engine, ready, one request at a time."""
     import vllm  # pyright: ignore[reportMissingImports]
 
     llm = vllm.LLM(

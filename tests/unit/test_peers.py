@@ -300,8 +300,18 @@ def test_every_engine_is_launched_plain_and_in_its_other_ways_with_the_same_thre
     gguf = tmp_path / "model.gguf"
     gguf.touch()
     arguments = peers.parse_arguments(
-        "--vllm v/python --vllm-model folder --vllm-head head --openvino o/python "
-        "--llama-cpp l/python".split()
+        [
+            "--vllm",
+            "v/python",
+            "--vllm-model",
+            "folder",
+            "--vllm-head",
+            "head",
+            "--openvino",
+            "o/python",
+            "--llama-cpp",
+            "l/python",
+        ]
     )
     found = peers.other_launches(tmp_path, 2, arguments)
 

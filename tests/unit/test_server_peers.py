@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import server_peers
@@ -112,15 +113,26 @@ def test_a_server_that_stops_early_voids_the_run(tmp_path, monkeypatch, capsys):
 
 def test_both_sides_are_started_with_the_same_threads_context_and_without_prefix_caches():
     arguments = server_peers.parse_arguments(
-        "--vllm /opt/vllm --vllm-model folder --threads 1 --users 4,2 --out x".split()
+        [
+            "--vllm",
+            "/opt/vllm",
+            "--vllm-model",
+            "folder",
+            "--threads",
+            "1",
+            "--users",
+            "4,2",
+            "--out",
+            "x",
+        ]
     )
     found = server_peers.commands(arguments)
     ours, theirs = found["outrider-plain"], found["vllm-plain"]
 
     assert ["outrider-plain", "outrider-eagle3-tree+ngram", "vllm-plain", "vllm-ngram"] == [*found]
-    assert ("--method", "off") in zip(ours, ours[1:], strict=False)
+    assert ("--method", "off") in pairwise(ours)
     for command, most in ((ours, "--max-batch-size"), (theirs, "--max-num-seqs")):
-        flags = dict(zip(command, command[1:], strict=False))
+        flags = dict(pairwise(command))
         assert ("2048", "4", PORT) == (flags["--max-model-len"], flags[most], flags["--port"])
     assert "--no-prefix-cache" in ours
     assert "--no-enable-prefix-caching" in theirs
