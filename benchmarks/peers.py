@@ -1,76 +1,58 @@
-"""Our plain and n-gram decoding beside transformers' ``generate``, plain and with prompt lookup.
+"""Our decoding beside other engines on the same machine, one request at a time.
 
-Same weights, same prompt token ids, same output length, same threads, greedy, one request at a
-time, all arms in one process. The arms take turns on every prompt and the order rotates, so that a
-machine that drifts favours none. transformers runs in each asked precision; comparisons are made
-with the better one. Ratios are of whole-request times, prompt included, per prompt; the interval is
-a t interval on their logarithms.
+Same prompt token ids, same output length, same number of threads, greedy. transformers runs in
+this process, in each asked precision; vLLM, OpenVINO GenAI and llama.cpp run each in a process of
+an environment of their own whose Python is given. All arms stay loaded and take turns on every
+prompt, and the order rotates, so that a machine that drifts favours none. Ratios are of
+whole-request times, prompt included, per prompt; the interval is a t interval on their logarithms.
 
     python benchmarks/peers.py --per-category 2 --max-tokens 64 --json > peers.json
 
+    python benchmarks/hf_folder.py --out smollm2-hf              # vLLM reads no GGUF file
+    python benchmarks/peers.py --vllm ~/venv-vllm/bin/python --vllm-model smollm2-hf ...
+
 Progress goes to stderr, the result to stdout. Needs transformers (``pip install outrider[peers]``).
+How the parts share the work::
+
+    peers          the command line, the arms, the turns
+    peers_figures  rates, ratios, tables, JSON
+    peer           what an arm is; a worker process on both of its sides
+    outrider_peer, transformers_peer, vllm_peer, openvino_peer, llama_cpp_peer
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import llama_cpp_peer
+import openvino_peer
+import outrider_peer
+import transformers_peer
+import vllm_peer
 from measured import peak_memory, prompt_ids
-from transformers_peer import Answer, Arm, load_transformers, their_arm
+from peer import Answer, Arm, Launch, PeerError, Worker
+from peers_figures import Measurement, print_tables, to_json
 
-import outrider
-from outrider import LLM, EngineConfig, Method, OutriderError, SamplingParams, SpeculationConfig
+from outrider import LLM, EngineConfig, OutriderError
 from outrider.bench.categories import (
-    ALL,
     REPEATING,
     REPEATING_CATEGORIES,
     REST,
     SPEC_BENCH_REPEATING,
 )
 from outrider.bench.prompts import Prompt, load_prompts, prompt_set_hash
-from outrider.bench.statistics import RatioInterval, ratio_interval
-from outrider.commands.console import Stages, error, format_bytes, note, print_json, stdout, table
+from outrider.commands.console import Stages, error, format_bytes, note, print_json
 from outrider.models.loading.hub import DEFAULT_MODEL, resolve
 
-SCHEMA_VERSION = 1
-OURS_PLAIN, OURS_NGRAM = "outrider plain", "outrider n-gram"
-THEIRS_PLAIN, THEIRS_LOOKUP = "transformers plain", "transformers prompt lookup"
-GROUPS = (REPEATING, REST, ALL)
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """All arms' answers to one prompt."""
-
-    prompt_id: str
-    category: str
-    group: str
-    prompt_len: int
-    order: tuple[str, ...]
-    answers: dict[str, Answer]
-
-
-def our_arm(llm: LLM) -> Arm:
-    """An arm of this project."""
-
-    def answer(prompt: list[int], max_tokens: int) -> Answer:
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        started = time.perf_counter()
-        completion = llm.generate([prompt], params)[0]
-        total_s = time.perf_counter() - started
-        return Answer(
-            completion.token_ids, total_s, completion.timing.decode_s, completion.timing.num_first
-        )
-
-    return answer
+CONTEXT = 2048  # tokens of prompt and answer, for every engine that reserves memory by it
 
 
 def choose_prompts(
@@ -82,7 +64,7 @@ def choose_prompts(
     for prompt in prompts:
         ids = prompt_ids(llm, prompt)
         is_full = per_category is not None and taken.get(prompt.category, 0) >= per_category
-        if is_full or len(ids) + max_tokens > llm.max_model_len:
+        if is_full or len(ids) + max_tokens > min(CONTEXT, llm.max_model_len):
             continue
         taken[prompt.category] = taken.get(prompt.category, 0) + 1
         chosen.append((prompt, ids))
@@ -90,24 +72,29 @@ def choose_prompts(
 
 
 def measure(
-    arms: dict[str, Arm],
+    arms: Sequence[Arm],
     prompts: Sequence[tuple[Prompt, list[int]]],
     repeating: frozenset[str],
     max_tokens: int,
 ) -> list[Measurement]:
-    """Answer every prompt with every arm; the arm that goes first rotates."""
-    names = list(arms)
+    """Answer every prompt with every arm; the arm that goes first rotates.
+
+    Raises:
+        PeerError: an engine ended, or wrote another number of tokens than asked for.
+    """
+    by_name = {arm.name: arm for arm in arms}
+    names = list(by_name)
     note(f"peers: warming up {len(names)} arms")
-    for arm in arms.values():
-        arm(prompts[0][1], min(8, max_tokens))
+    for arm in arms:
+        _answer(arm, prompts[0][1], max_tokens)
     measurements = []
     for index, (prompt, ids) in enumerate(prompts):
         first = index % len(names)
         order = (*names[first:], *names[:first])
-        answers = {name: arms[name](ids, max_tokens) for name in order}
+        answers = {name: _answer(by_name[name], ids, max_tokens) for name in order}
         for name, answer in answers.items():
             if len(answer.token_ids) != max_tokens:
-                raise SystemExit(
+                raise PeerError(
                     f"{name} wrote {len(answer.token_ids)} tokens for {prompt.id} instead of "
                     f"{max_tokens}: unequal lengths cannot be compared"
                 )
@@ -120,156 +107,53 @@ def measure(
     return measurements
 
 
-def of_group(measurements: Sequence[Measurement], group: str) -> list[Measurement]:
-    """The measurements of one group, or all."""
-    return [item for item in measurements if group in (ALL, item.group)]
+def _answer(arm: Arm, prompt: list[int], max_tokens: int) -> Answer:
+    answer = arm.answer(prompt, max_tokens)
+    time.sleep(arm.settle_s)
+    return answer
 
 
-def arm_rates(measurements: Sequence[Measurement], name: str) -> dict[str, float | None]:
-    """Tokens per second of whole requests by group, and of decoding alone over all prompts."""
-    rates: dict[str, float | None] = {}
-    for group in GROUPS:
-        answers = [item.answers[name] for item in of_group(measurements, group)]
-        seconds = sum(answer.total_s for answer in answers)
-        rates[group] = sum(len(a.token_ids) for a in answers) / seconds if answers else None
-    answers = [item.answers[name] for item in measurements]
-    later = sum(len(answer.token_ids) - answer.num_first for answer in answers)
-    rates["decode only"] = later / sum(answer.decode_s for answer in answers)
-    return rates
+def other_launches(path: Path, threads: int, arguments: argparse.Namespace) -> list[Launch]:
+    """Every engine whose Python was given, in each of its ways.
 
-
-def compare(
-    measurements: Sequence[Measurement], faster: str, slower: str
-) -> dict[str, RatioInterval | None]:
-    """Speed of one arm over another by group: the ratio of times, prompt by prompt."""
-    result: dict[str, RatioInterval | None] = {}
-    for group in GROUPS:
-        chosen = of_group(measurements, group)
-        result[group] = (
-            ratio_interval(
-                [item.answers[slower].total_s for item in chosen],
-                [item.answers[faster].total_s for item in chosen],
-            )
-            if chosen
-            else None
+    Raises:
+        PeerError: an engine needs a GGUF file, and the model is none.
+    """
+    found = []
+    if arguments.vllm is not None:
+        found += vllm_peer.launches(
+            arguments.vllm, arguments.vllm_model, arguments.vllm_head, threads, CONTEXT
         )
-    return result
+    for python, peer in (
+        (arguments.openvino, openvino_peer),
+        (arguments.llama_cpp, llama_cpp_peer),
+    ):
+        if python is not None:
+            found += peer.launches(python, _gguf(path), threads, CONTEXT)
+    return found
 
 
-def better(measurements: Sequence[Measurement], kind: str, dtypes: Sequence[str]) -> str:
-    """The precision in which transformers is faster, by the geometric mean over prompts."""
-
-    def mean_time(dtype: str) -> float:
-        name = f"{kind} {dtype}"
-        return statistics.geometric_mean(item.answers[name].total_s for item in measurements)
-
-    return f"{kind} {min(dtypes, key=mean_time)}"
-
-
-def comparisons(
-    measurements: Sequence[Measurement], dtypes: Sequence[str]
-) -> list[tuple[str, str, dict[str, RatioInterval | None]]]:
-    """The ratios worth knowing, each against transformers' better precision."""
-    plain = better(measurements, THEIRS_PLAIN, dtypes)
-    lookup = better(measurements, THEIRS_LOOKUP, dtypes)
-    pairs = (
-        (OURS_PLAIN, plain),
-        (OURS_NGRAM, OURS_PLAIN),
-        (OURS_NGRAM, lookup),
-        (OURS_NGRAM, plain),
-        (lookup, plain),
-    )
-    return [(fast, slow, compare(measurements, fast, slow)) for fast, slow in pairs]
-
-
-def same_texts(measurements: Sequence[Measurement], name: str) -> int:
-    """Prompts on which an arm wrote the very tokens of our plain decoding."""
-    return sum(
-        item.answers[name].token_ids == item.answers[OURS_PLAIN].token_ids for item in measurements
-    )
+def _gguf(path: Path) -> Path:
+    files = [path] if path.is_file() else sorted(path.glob("*.gguf"))
+    if len(files) != 1 or files[0].suffix != ".gguf":
+        raise PeerError(f"{path}: --openvino and --llama-cpp need --model to be one GGUF file")
+    return files[0]
 
 
 def conditions(llm: LLM, arguments: argparse.Namespace, num_prompts: int) -> dict[str, Any]:
     """What the figures hold for."""
-    import torch
-    import transformers
-
+    prompts = load_prompts(arguments.prompts)
+    name = "bundled" if arguments.prompts is None else arguments.prompts.name
     return {
-        "fingerprint": llm.fingerprint.to_json(),
-        "conditions": llm.fingerprint.text,
-        "threads": torch.get_num_threads(),
-        "transformers": transformers.__version__,
-        "prompt_lookup_num_tokens": arguments.lookup_tokens,
-        "speculation": str(asdict(llm.speculation)),
-        "num_prompts": num_prompts,
-        "prompt_set_hash": prompt_set_hash(load_prompts(arguments.prompts)),
-        "prompts": "bundled" if arguments.prompts is None else arguments.prompts.name,
-        "max_tokens": arguments.max_tokens,
+        "machine": llm.fingerprint.text,
+        "prompts": f"{num_prompts} of {name} (set {prompt_set_hash(prompts)})",
+        "tokens per answer": arguments.max_tokens,
+        "transformers' prompt lookup": f"{arguments.lookup_tokens} tokens",
         "sampling": "greedy, end of sequence ignored",
-        "concurrency": 1,
-        "peak_memory_bytes": peak_memory(),
-        "outrider": outrider.__version__,
+        "users": 1,
+        "peak memory of this process": format_bytes(peak_memory()),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-
-
-def to_json(
-    measurements: Sequence[Measurement], dtypes: Sequence[str], known: dict[str, Any]
-) -> dict[str, Any]:
-    """The whole result as one document, every prompt's figures included."""
-    names = list(measurements[0].answers)
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "conditions": known,
-        "arms": {
-            name: {
-                "tokens_per_s": arm_rates(measurements, name),
-                "same_texts_as_plain": same_texts(measurements, name),
-            }
-            for name in names
-        },
-        "comparisons": [
-            {
-                "faster": fast,
-                "slower": slow,
-                "ratios": {
-                    group: None if interval is None else interval.to_json()
-                    for group, interval in ratios.items()
-                },
-            }
-            for fast, slow, ratios in comparisons(measurements, dtypes)
-        ],
-        "measurements": [asdict(item) for item in measurements],
-    }
-
-
-def print_tables(
-    measurements: Sequence[Measurement], dtypes: Sequence[str], known: dict[str, Any]
-) -> None:
-    """Rates, ratios and conditions for people."""
-    out = stdout()
-    columns = [*GROUPS, "decode only"]
-    rows = []
-    for name in measurements[0].answers:
-        rates = arm_rates(measurements, name)
-        cells = ["-" if rates[column] is None else f"{rates[column]:.1f}" for column in columns]
-        rows.append((name, *cells, f"{same_texts(measurements, name)}/{len(measurements)}"))
-    title = "Tokens per second (whole requests, and decoding alone over all prompts)"
-    out.print(table(("arm", *columns, "text as\nplain"), rows, title=title))
-    rows = [
-        (f"{fast} / {slow}", *("-" if ratios[g] is None else str(ratios[g]) for g in GROUPS))
-        for fast, slow, ratios in comparisons(measurements, dtypes)
-    ]
-    out.print(table(("speed ratio (95 % interval)", *GROUPS), rows))
-    line = (
-        f"{known['conditions']} · transformers {known['transformers']}, prompt lookup of "
-        f"{known['prompt_lookup_num_tokens']} tokens · {known['num_prompts']} {known['prompts']} "
-        f"prompts (set {known['prompt_set_hash']}) x {known['max_tokens']} tokens, "
-        f"{known['sampling']}, one request at a time · peak memory "
-        f"{format_bytes(known['peak_memory_bytes'])} · outrider {known['outrider']} · "
-        f"{known['date']}"
-    )
-    out.print(line, soft_wrap=True)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -284,12 +168,19 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--max-tokens", type=_positive, default=128, help="tokens per answer")
     parser.add_argument("--threads", type=_positive, help="compute threads of every arm")
     parser.add_argument("--dtype", default="auto", help="our precision")
+    parser.add_argument("--methods", default="ngram", help="our ways to draft, by comma")
     parser.add_argument(
         "--peer-dtypes", default="bfloat16,float32", help="transformers' precisions, by comma"
     )
     parser.add_argument(
         "--lookup-tokens", type=_positive, default=10, help="prompt_lookup_num_tokens"
     )
+    parser.add_argument("--assistant", type=Path, help="draft model for transformers: a folder")
+    parser.add_argument("--vllm", type=Path, help="python of an environment with vLLM for CPU")
+    parser.add_argument("--vllm-model", type=Path, help="the model as a Hugging Face folder")
+    parser.add_argument("--vllm-head", type=Path, help="an EAGLE-3 head for vLLM: a folder")
+    parser.add_argument("--openvino", type=Path, help="python with openvino-genai")
+    parser.add_argument("--llama-cpp", type=Path, help="python with llama-cpp-py-sync")
     parser.add_argument(
         "--repeating",
         default=",".join(sorted(REPEATING_CATEGORIES | SPEC_BENCH_REPEATING)),
@@ -298,10 +189,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parsed = parser.parse_args(arguments)
     parsed.peer_dtypes = parsed.peer_dtypes.split(",")
+    parsed.methods = [method for method in parsed.methods.split(",") if method]
     if unknown := set(parsed.peer_dtypes) - {"bfloat16", "float32"}:
         parser.error(f"--peer-dtypes: {sorted(unknown)} not among bfloat16, float32")
     if parsed.max_tokens < 2:
         parser.error("--max-tokens: needs at least 2 to have something to decode")
+    if (parsed.vllm is None) != (parsed.vllm_model is None):
+        parser.error("--vllm and --vllm-model go together: give both or neither")
+    if parsed.vllm_head is not None and parsed.vllm is None:
+        parser.error("--vllm-head: there is no --vllm to use it")
     return parsed
 
 
@@ -311,43 +207,42 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def build_arms(llm: LLM, path: Path, arguments: argparse.Namespace) -> dict[str, Arm]:
-    """Every arm by name, all loaded side by side."""
-    plain = llm.with_speculation(SpeculationConfig(method=Method.OFF))
-    arms = {OURS_PLAIN: our_arm(plain), OURS_NGRAM: our_arm(llm)}
-    for dtype in arguments.peer_dtypes:
-        note(f"peers: loading transformers in {dtype}")
-        model = load_transformers(path, dtype)
-        arms[f"{THEIRS_PLAIN} {dtype}"] = their_arm(model, None)
-        arms[f"{THEIRS_LOOKUP} {dtype}"] = their_arm(model, arguments.lookup_tokens)
-    return arms
-
-
 def main(command_line: Sequence[str] | None = None) -> int:
     """Run the comparison; the exit status."""
     arguments = parse_arguments(command_line)
+    repeating = frozenset(arguments.repeating.split(","))
     try:
         prompts = load_prompts(arguments.prompts)
         engine = EngineConfig(dtype=arguments.dtype, threads=arguments.threads)
-        with Stages() as stages:
-            path = resolve(arguments.model, pull=True, on_progress=stages)
-            speculation = SpeculationConfig(method=Method.NGRAM)
-            llm = LLM(path, speculation=speculation, engine=engine, on_progress=stages)
-        chosen = choose_prompts(llm, prompts, arguments.per_category, arguments.max_tokens)
-        if not chosen:
-            error("no prompt fits the context together with --max-tokens; lower it")
-            return 2
-        arms = build_arms(llm, path, arguments)
+        with ExitStack() as stack:
+            with Stages() as stages:
+                path = resolve(arguments.model, pull=True, on_progress=stages)
+                llm, arms = outrider_peer.load(path, arguments.methods, engine, stages)
+            chosen = choose_prompts(llm, prompts, arguments.per_category, arguments.max_tokens)
+            if not chosen:
+                error("no prompt fits the context together with --max-tokens; lower it")
+                return 2
+            for dtype in arguments.peer_dtypes:
+                note(f"peers: loading transformers in {dtype}")
+                arms += transformers_peer.arms(
+                    path, dtype, arguments.lookup_tokens, arguments.assistant
+                )
+            logs = Path(tempfile.mkdtemp(prefix="peers-"))
+            for launch in other_launches(path, llm.fingerprint.threads, arguments):
+                note(f"peers: starting {launch.name}")
+                arms.append(launch.arm(stack.enter_context(Worker(launch, logs))))
+            measurements = measure(arms, chosen, repeating, arguments.max_tokens)
     except OutriderError as problem:
         error(problem)
         return problem.exit_status
-    repeating = frozenset(arguments.repeating.split(","))
-    measurements = measure(arms, chosen, repeating, arguments.max_tokens)
+    except PeerError as problem:
+        error(problem)
+        return 1
     known = conditions(llm, arguments, len(chosen))
     if arguments.json:
-        print_json(to_json(measurements, arguments.peer_dtypes, known))
+        print_json(to_json(measurements, arms, known))
     else:
-        print_tables(measurements, arguments.peer_dtypes, known)
+        print_tables(measurements, arms, known)
     return 0
 
 

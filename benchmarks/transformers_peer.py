@@ -1,14 +1,12 @@
 """transformers as a peer: the same weights, and a generate call that is timed like ours.
 
-Used by ``peers.py`` alone. A Hugging Face folder is loaded by transformers itself; a GGUF file's
-weights come through our loader, dequantised, so that both sides compute with the same numbers.
+Runs in ``peers.py``'s own process. A Hugging Face folder is loaded by transformers itself; a GGUF
+file's weights come through our loader, dequantised, so that both sides compute with the same
+numbers. ``hf_folder.py`` writes them out for other engines with the names that stand here.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,14 @@ import outrider  # noqa: F401 - for that effect
 import torch
 
 # isort: on
+import transformers
+from peer import Answer, AnswerFunction, Arm, Stopwatch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from outrider.models.architecture import DecoderConfig
 from outrider.models.loading import load
 
+NAME = "transformers"
 # Hugging Face's names for the weights of a Llama checkpoint.
 HF_TOP = {
     "embed.weight": "model.embed_tokens.weight",
@@ -37,46 +38,41 @@ HF_PARTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One prompt answered by one arm; ``decode_s`` runs from the first tokens to the last.
+class Counting:
+    """A streamer for ``generate`` that only notes when new tokens came, and how many."""
 
-    ``num_first`` tokens came with the first ones, so ``decode_s`` paid for the others.
-    """
-
-    token_ids: tuple[int, ...]
-    total_s: float
-    decode_s: float
-    num_first: int
-
-    @property
-    def total_rate(self) -> float:
-        """Tokens per second of the whole request."""
-        return len(self.token_ids) / self.total_s
-
-
-Arm = Callable[[list[int], int], Answer]
-
-
-class FirstTokens:
-    """A streamer for ``generate`` that only notes when the first new tokens came, and how many."""
-
-    def __init__(self) -> None:
-        self.num_puts = self.num_first = 0
-        self.first_at = 0.0
+    def __init__(self, watch: Stopwatch) -> None:
+        self._watch = watch
+        self._is_prompt = True
 
     def put(self, token_ids: Any) -> None:
         """Receive the prompt first, then new tokens as they come."""
-        if self.num_puts == 1:
-            self.first_at, self.num_first = time.perf_counter(), token_ids.numel()
-        self.num_puts += 1
+        if not self._is_prompt:
+            self._watch.saw(token_ids.numel())
+        self._is_prompt = False
 
     def end(self) -> None:
         """Nothing is left to do at the end of the text."""
 
 
-def their_arm(model: Any, num_lookup_tokens: int | None) -> Arm:
-    """An arm of transformers; prompt lookup where ``num_lookup_tokens`` is given."""
+def arms(path: Path, dtype_name: str, num_lookup_tokens: int, assistant: Path | None) -> list[Arm]:
+    """All ways to decode in one precision; with ``assistant`` as draft model if given."""
+    model = load_transformers(path, dtype_name)
+    version = f"transformers {transformers.__version__}"
+    ways = {"plain": generating(model), "prompt lookup": generating(model, num_lookup_tokens)}
+    if assistant is not None:
+        draft = load_transformers(assistant, dtype_name)
+        ways["assistant"] = generating(model, assistant=draft)
+    return [
+        Arm(f"{NAME} {way} {dtype_name}", NAME, dtype_name, way == "plain", answer, version)
+        for way, answer in ways.items()
+    ]
+
+
+def generating(
+    model: Any, num_lookup_tokens: int | None = None, assistant: Any = None
+) -> AnswerFunction:
+    """Answer with ``model.generate``: plain, with prompt lookup, or with a draft model."""
     # What generate is not told it takes from here: a checkpoint's own end-of-sequence id or
     # penalties would apply in spite of the None below.
     model.generation_config = GenerationConfig()
@@ -92,18 +88,16 @@ def their_arm(model: Any, num_lookup_tokens: int | None) -> Arm:
             prompt_lookup_num_tokens=num_lookup_tokens,
         )
         input_ids = torch.tensor([prompt])
-        streamer = FirstTokens()
-        started = time.perf_counter()
+        watch = Stopwatch()
         with torch.inference_mode():
             output = model.generate(
                 input_ids,
                 attention_mask=torch.ones_like(input_ids),
                 generation_config=settings,
-                streamer=streamer,
+                assistant_model=assistant,
+                streamer=Counting(watch),
             )
-        ended = time.perf_counter()
-        tokens = tuple(output[0, len(prompt) :].tolist())
-        return Answer(tokens, ended - started, ended - streamer.first_at, streamer.num_first)
+        return watch.answer(output[0, len(prompt) :].tolist())
 
     return answer
 
