@@ -265,7 +265,7 @@ def test_a_schema_that_is_too_long_is_named_by_its_field(
 
     assert name == error["param"]
     assert error["message"].startswith(f"{name}: the ")
-    assert "allowed: 1 .. 65536" in error["message"]
+    assert "65536" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -319,7 +319,8 @@ def test_generate_json_is_one_document_with_all_fields(capsys):
     assert "Hello there." == document["text"]
     assert document["token_ids"] == [ord(char) for char in "Hello there."]
     assert ("stop", 5) == (document["finish_reason"], document["seed"])
-    assert {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16} == document["usage"]
+    usage = {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16, "cached_tokens": 0}
+    assert usage == document["usage"]
     assert {
         "method": "ngram",
         "drafted": 11,
