@@ -180,7 +180,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--vllm-model", type=Path, help="the model as a Hugging Face folder")
     parser.add_argument("--vllm-head", type=Path, help="an EAGLE-3 head for vLLM: a folder")
     parser.add_argument("--openvino", type=Path, help="python with openvino-genai")
-    parser.add_argument("--llama-cpp", type=Path, help="python with llama-cpp-py-sync")
+    parser.add_argument("--llama-cpp", type=Path, help="python with xllamacpp")
     parser.add_argument(
         "--repeating",
         default=",".join(sorted(REPEATING_CATEGORIES | SPEC_BENCH_REPEATING)),
