@@ -430,7 +430,7 @@ def demo(
     """
     benching = _benching("demo")
     loads = LoadOptions(concurrency=concurrency).loads()
-    specs = ArmOptions(methods=methods, head=head or []).specs(engine, loads, every_shape=True)
+    specs = ArmOptions(methods=methods, head=head or []).specs(engine, loads)
     workload = WorkloadOptions(max_tokens=max_tokens or benching.demo_tokens(len(specs)))
     settings = DEMO_MEASURING.settings(specs, loads, workload.sampling(), rounds=DEMO_ROUNDS)
     asked = benching.read_prompts(workload)

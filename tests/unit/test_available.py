@@ -33,12 +33,12 @@ def ship(tmp_path, monkeypatch):
     return put
 
 
-def chosen(*asked: str, heads=None, every_shape: bool = False) -> list[str]:
-    return chosen_methods(asked, "m", heads or {}, lambda *_: None, every_shape=every_shape)
+def chosen(*asked: str, heads=None) -> list[str]:
+    return chosen_methods(asked, "m", heads or {}, lambda *_: None)
 
 
 def test_without_heads_there_is_ngram_alone(ship):
-    assert ["off", "ngram"] == chosen() == chosen(every_shape=True)
+    assert ["off", "ngram"] == chosen()
 
 
 def test_every_head_that_ships_for_the_model_gets_its_best_shape(ship):
@@ -47,8 +47,6 @@ def test_every_head_that_ships_for_the_model_gets_its_best_shape(ship):
 
     best = ["off", "ngram", "draft", "medusa-tree", "mtp-tree", "eagle3-tree+ngram"]
     assert best == chosen()
-    shapes = ["eagle3", "eagle3-tree", "eagle3-tree+ngram"]
-    assert best[:-1] + shapes == chosen(every_shape=True)
 
 
 def test_a_head_of_another_model_is_none(ship):

@@ -34,10 +34,8 @@ def chosen_methods(
     model: str,
     heads: Mapping[str, str],
     on_progress: ProgressCallback,
-    *,
-    every_shape: bool = False,
 ) -> list[str]:
-    """What was asked for if it can draft; without any, plain decoding and :func:`default_names`.
+    """What was asked for if it can draft; without any, plain decoding and each method's best shape.
 
     ``heads`` are those given, by method. The model is fetched if it is not there.
 
@@ -51,7 +49,7 @@ def chosen_methods(
     path = resolve(model, pull=True, on_progress=on_progress)
     there = (Method.NGRAM, *with_heads(path, heads))
     if not names:
-        return [Method.OFF.value, *map(str, default_names(there, every_shape=every_shape))]
+        return [Method.OFF.value, *(str(_BEST[method]) for method in there)]
     for name in names:
         if name.method not in there:
             known = ", ".join(str(one) for one in all_names(there))
@@ -74,15 +72,3 @@ def with_heads(path: Path, given: Collection[str]) -> list[Method]:
     if has_mtp(path):
         found.add(Method.MTP)
     return [method for method in METHODS_WITH_HEAD if method in found]
-
-
-def default_names(there: Sequence[Method], *, every_shape: bool) -> list[ArmName]:
-    """The best shape of each method; with every shape, also those of the last, the best of them.
-
-    Beside a head's chain n-gram adds little that it does not add to the tree, so that one is left.
-    """
-    best = [_BEST[method] for method in there]
-    if not every_shape or there[-1] not in METHODS_WITH_HEAD:
-        return best
-    shapes = [n for n in all_names([there[-1]]) if n.is_tree or not n.with_ngram]
-    return [*best[:-1], *shapes]

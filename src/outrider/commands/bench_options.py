@@ -70,10 +70,8 @@ class ArmOptions:
         flag("Stop one started server before the next starts; for little memory.", negative=""),
     ] = False
 
-    def specs(
-        self, engine: EngineOptions, loads: Sequence[Load], *, every_shape: bool = False
-    ) -> tuple[ArmSpec, ...]:
-        """The checked arms, the baseline first; ``every_shape`` of the best head without --methods.
+    def specs(self, engine: EngineOptions, loads: Sequence[Load]) -> tuple[ArmSpec, ...]:
+        """The checked arms, the baseline first.
 
         Raises:
             ParameterError: as :func:`engine_arms`, :func:`given_arms` and :func:`chosen_methods`.
@@ -103,9 +101,7 @@ class ArmOptions:
         with console.Stages() as stages:
             from outrider.commands.available import chosen_methods
 
-            methods = chosen_methods(
-                asked, engine.model, flags.heads, stages, every_shape=every_shape
-            )
+            methods = chosen_methods(asked, engine.model, flags.heads, stages)
         batch = max((load.concurrency or _FREE_BATCH for load in loads), default=_FREE_BATCH)
         return tuple(engine_arms(methods, flags, batch))
 
