@@ -11,8 +11,11 @@ frees rows. One cache row per request, half-open intervals of slots::
                                root  2  4  |                 kept, moved together; rest is stale
 
 Keys are stored after rotation, each at its token's own position, so moving a node to its final
-slot changes nothing in it. Stale slots may hold any finite numbers: masked, they weigh exactly
-zero. Non-finite ones would not (0 * inf is not 0), so they are scrubbed.
+slot changes nothing in it. Stale slots may hold any numbers, since no kernel reads what a row does
+not see; a row that may hold what is not finite is scrubbed all the same when it is given back.
+
+Values lie slot by slot. Keys lie in blocks of ``KEY_BLOCK`` slots, a dimension's keys side by side,
+as the attention kernel (:mod:`outrider.models.kernels.attention`) computes their scores.
 
 A freed row keeps its contents until it is taken again, and a prefix of any row is good for whoever
 begins with the same tokens: a row can be taken with that prefix committed, or get it copied. Which
@@ -25,26 +28,29 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+KEY_BLOCK = 64
+"""Slots whose keys lie together, dimension by dimension."""
+
+VALUE_MULTIPLE = 16
+"""Values are padded to a multiple of this many dimensions: whole vectors of the kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSlots:
     """Where one forward pass writes and reads: a segment of consecutive slots per request.
 
-    Views of all layers are made once per pass: ``live[b]`` holds request b's keys and values
-    ``[G, S_b, K]`` by layer, committed and new, ``own`` a single request's new slots ``[T, G, K]``
-    (None for several, whose rows ``row_R``/``slot_R`` address).
+    ``row_R`` and ``slot_R`` are the cache row and slot of each of the pass' packed rows.
     """
 
     rows: tuple[int, ...]
     starts: tuple[int, ...]
     counts: tuple[int, ...]
-    live: tuple[tuple[Sequence[Tensor], Sequence[Tensor]], ...]
-    own: tuple[Sequence[Tensor], Sequence[Tensor]] | None
-    row_R: Tensor | None = None
-    slot_R: Tensor | None = None
+    row_R: np.ndarray
+    slot_R: np.ndarray
 
     @property
     def live_lens(self) -> tuple[int, ...]:
@@ -55,7 +61,8 @@ class StepSlots:
 class KVCache:
     """Preallocated ``max_batch_size`` x ``num_slots`` cache of all layers.
 
-    Shapes: ``[L, B, G, S, K]`` for keys and values alike.
+    Keys are ``[L, B, G, S / KEY_BLOCK, K, KEY_BLOCK]``, values ``[L, B, G, S, K]`` with S and K
+    padded; see the module's docstring.
     """
 
     def __init__(
@@ -68,12 +75,18 @@ class KVCache:
         num_slots: int,
         dtype: torch.dtype,
     ) -> None:
-        shape = (num_layers, max_batch_size, num_kv_heads, num_slots, head_dim)
         self.num_slots = num_slots
-        self._keys_LBGSK = torch.zeros(shape, dtype=dtype)
-        self._values_LBGSK = torch.zeros(shape, dtype=dtype)
-        self._keys = list(self._keys_LBGSK.unbind(0))
-        self._values = list(self._values_LBGSK.unbind(0))
+        self.head_dim = head_dim
+        self.num_blocks, self.value_width = _padded(num_slots, head_dim)
+        panels = (num_layers, max_batch_size, num_kv_heads)
+        self._keys = torch.zeros(*panels, self.num_blocks, head_dim, KEY_BLOCK, dtype=dtype)
+        self._values = torch.zeros(
+            *panels, self.num_blocks * KEY_BLOCK, self.value_width, dtype=dtype
+        )
+        self._layers = [
+            (flat(keys), flat(values))
+            for keys, values in zip(self._keys, self._values, strict=True)
+        ]
         self._committed = [0] * max_batch_size
         self._free_rows = list(range(max_batch_size))
 
@@ -124,45 +137,25 @@ class KVCache:
         starts = tuple(self._committed[row] + n for row, n in zip(rows, earlier, strict=True))
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
         assert max(ends) <= self.num_slots, "a pass must be clipped to the room left"
-        live = tuple(
-            self._views((slice(None), row, slice(None), slice(end)))
-            for row, end in zip(rows, ends, strict=True)
-        )
-        if len(rows) == 1:
-            window = slice(starts[0], ends[0])
-            own = self._views((slice(None), rows[0], slice(None), window), swap=(1, 2))
-            return StepSlots(tuple(rows), starts, tuple(counts), live, own)
-        packed = [
-            (row, start + offset)
-            for row, start, count in zip(rows, starts, counts, strict=True)
-            for offset in range(count)
-        ]
-        row_R, slot_R = torch.tensor(packed).unbind(1)
-        return StepSlots(tuple(rows), starts, tuple(counts), live, None, row_R, slot_R)
+        row_R = np.repeat(np.array(rows), counts)
+        slot_R = np.concatenate([np.arange(*span) for span in zip(starts, ends, strict=True)])
+        return StepSlots(tuple(rows), starts, tuple(counts), row_R, slot_R)
+
+    def layer(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """A layer's keys and values as the flat arrays that kernels take; bfloat16 as its bits."""
+        return self._layers[index]
 
     def write(self, layer: int, slots: StepSlots, key_RGK: Tensor, value_RGK: Tensor) -> None:
-        """Store the pass's keys and values of one layer, rounded to the cache's dtype."""
-        if slots.own is not None:
-            slots.own[0][layer].copy_(key_RGK)
-            slots.own[1][layer].copy_(value_RGK)
-            return
+        """Store a pass' keys and values of one layer: the plain twin of what the kernel does."""
+        rows, slot_R = torch.from_numpy(slots.row_R), torch.from_numpy(slots.slot_R)
         keys, values = self._keys[layer], self._values[layer]
-        keys[slots.row_R, :, slots.slot_R] = key_RGK.to(keys.dtype)
-        values[slots.row_R, :, slots.slot_R] = value_RGK.to(values.dtype)
+        keys[rows, :, slot_R // KEY_BLOCK, :, slot_R % KEY_BLOCK] = key_RGK.to(keys.dtype)
+        values[rows, :, slot_R, : self.head_dim] = value_RGK.to(values.dtype)
 
-    def read(self, layer: int, slots: StepSlots, request: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[G, S_b, K]`` of one request of the pass, committed and new."""
-        keys, values = slots.live[request]
-        return keys[layer], values[layer]
-
-    def _views(
-        self, place: tuple[slice | int, ...], swap: tuple[int, int] | None = None
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """One view per layer of the same place in keys and values."""
-        keys, values = self._keys_LBGSK[place], self._values_LBGSK[place]
-        if swap is not None:
-            keys, values = keys.transpose(*swap), values.transpose(*swap)
-        return keys.unbind(0), values.unbind(0)
+    def read(self, row: int, count: int) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and values ``[L, G, count, K]`` in a row's first slots."""
+        keys_LGSK = self._keys[:, row].transpose(-1, -2).flatten(2, 3)
+        return keys_LGSK[:, :, :count], self._values[:, row, :, :count, : self.head_dim].clone()
 
     def extend(self, row: int, count: int) -> None:
         """Commit the first ``count`` tokens of the last pass as they lie (prefill)."""
@@ -179,8 +172,10 @@ class KVCache:
         if list(path) != final:
             source = torch.tensor([start + node for node in path])
             target = torch.tensor([start + place for place in final])
-            for cache in (self._keys_LBGSK, self._values_LBGSK):
-                cache[:, row, :, target] = cache[:, row, :, source]
+            self._values[:, row, :, target] = self._values[:, row, :, source]
+            keys = self._keys[:, row]
+            moved = keys[:, :, source // KEY_BLOCK, :, source % KEY_BLOCK]
+            keys[:, :, target // KEY_BLOCK, :, target % KEY_BLOCK] = moved
         self._committed[row] = start + 1 + len(path)
 
     def rollback(self, row: int, committed: int) -> None:
@@ -193,15 +188,17 @@ class KVCache:
 
         The source may be a running row or a freed one that still holds them.
         """
-        for cache in (self._keys_LBGSK, self._values_LBGSK):
-            cache[:, row, :, :count] = cache[:, source, :, :count]
+        blocks = -(-count // KEY_BLOCK)
+        self._keys[:, row, :, :blocks] = self._keys[:, source, :, :blocks]
+        self._values[:, row, :, :count] = self._values[:, source, :, :count]
         self._committed[row] = count
 
     def scrub(self, row: int, count: int) -> None:
         """Zero the ``count`` slots behind the committed prefix: they may hold NaN or infinity."""
         start = self._committed[row]
-        self._keys_LBGSK[:, row, :, start : start + count] = 0
-        self._values_LBGSK[:, row, :, start : start + count] = 0
+        slot_S = torch.arange(start, start + count)
+        self._keys[:, row, :, slot_S // KEY_BLOCK, :, slot_S % KEY_BLOCK] = 0
+        self._values[:, row, :, start : start + count] = 0
 
     @staticmethod
     def size_bytes(
@@ -214,5 +211,17 @@ class KVCache:
         dtype: torch.dtype,
     ) -> int:
         """Bytes that a cache of these sizes takes."""
-        per_slot = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
-        return per_slot * max_batch_size * num_slots
+        num_blocks, value_width = _padded(num_slots, head_dim)
+        per_slot = num_layers * num_kv_heads * (head_dim + value_width) * dtype.itemsize
+        return per_slot * max_batch_size * num_blocks * KEY_BLOCK
+
+
+def _padded(num_slots: int, head_dim: int) -> tuple[int, int]:
+    """Blocks of keys that hold this many slots, and the dimensions that values are padded to."""
+    return -(-num_slots // KEY_BLOCK), -(-head_dim // VALUE_MULTIPLE) * VALUE_MULTIPLE
+
+
+def flat(tensor: Tensor) -> np.ndarray:
+    """A contiguous tensor's memory as kernels take it; bfloat16, which numpy lacks, as its bits."""
+    bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+    return bits.view(-1).numpy()

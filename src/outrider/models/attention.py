@@ -1,153 +1,157 @@
-"""Attention over the committed prefix and each node's ancestors, in float64, rounded once.
+"""What each row of a pass sees and where it stands: the kernel's view of prefixes and trees.
 
-Owns masks, rotary positions and the order-independence that exactness rests on: sums over keys are
-accumulated in float64 and rounded once to the compute dtype, so neither the number of rows, nor
-the slots the keys lie in, nor masked siblings between them can change a bit (the chance that two
-float64 summation orders straddle a bfloat16 rounding boundary is about 1e-13 per element).
+Owns the visible keys of every row (the committed prefix, then the row's own ancestors, in the order
+of their positions), how a pass is cut into pieces of work, and rotary positions.
 
-Called by :mod:`outrider.models.layers` once per layer; :func:`reference_attention` is the plain
-twin that the tests hold it against.
+:mod:`outrider.models.layers` plans a pass with it; :mod:`outrider.models.kernels.attention`
+computes. :func:`reference_attention` is that kernel's plain twin, which the tests hold it against.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.models.architecture import RopeConfig
 
-# float32 keeps 24 bits, too near to float64's 53 for one rounding to hide the summation order
-# (a chance of about 1e-4 per row of the embedded model). Shortened to 20 bits first, the chance
-# falls to about 1e-5. Fewer bits would lower it further, but cost parity: the embedded model's
-# logits differ from transformers' float32 by at most 1.6e-4 with 20 bits, 3.1e-4 with 18, 1.2e-4
-# with 24.
-SHORTENED_BITS = 20
 TABLE_BLOCK = 1024  # positions by which the rotary table grows
-_SPLITTER = float(2 ** (53 - SHORTENED_BITS) + 1)
+MAX_ITEM_ROWS = 16  # rows of one piece of work, whose scores lie in the processor's cache
+MAX_ITEM_SCORES = 2**16
 
 
-def attention(
-    query_BHTK: Tensor, key_BGSK: Tensor, value_BGSK: Tensor, bias_B1TS: Tensor | None
-) -> Tensor:
-    """Softmax attention ``[B, H, T, K]`` in float64; ``bias`` is 0 where visible, else -inf."""
-    if query_BHTK.shape[2] == 1:
-        return _attend_one_row(query_BHTK, key_BGSK.double(), value_BGSK.double(), bias_B1TS)
-    return F.scaled_dot_product_attention(
-        query_BHTK,
-        key_BGSK.double(),
-        value_BGSK.double(),
-        attn_mask=bias_B1TS,
-        enable_gqa=query_BHTK.shape[1] != key_BGSK.shape[1],
-    )
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What each of a pass' rows sees, and the pieces of work to compute it in.
 
-
-def _attend_one_row(
-    query_BHTK: Tensor, key_BGSK: Tensor, value_BGSK: Tensor, bias_B1TS: Tensor | None
-) -> Tensor:
-    """One row per request: the heads that share keys become the rows of plain products.
-
-    Half the time of the fused kernel, which cuts so little work into blocks (33 against 59 us at
-    200 slots of the embedded model, two threads).
+    Row r sees the slots ``low_R[r] .. high_R[r]`` and, behind them, ``tail_slots[tail_R[r] :
+    tail_R[r + 1]]``: the whole of a chain, or a tree's prefix and the node's ancestors with
+    itself. ``item_I4`` holds (first row, rows, group, end of the slots they see), in an order that
+    gives threads equal shares.
     """
-    num_requests, num_heads, _, head_dim = query_BHTK.shape
-    num_groups = key_BGSK.shape[1]
-    grouped = query_BHTK.reshape(num_requests, num_groups, num_heads // num_groups, head_dim)
-    scores = torch.matmul(grouped * (1 / math.sqrt(head_dim)), key_BGSK.transpose(-1, -2))
-    if bias_B1TS is not None:
-        scores += bias_B1TS
-    return torch.matmul(scores.softmax(-1), value_BGSK).reshape(query_BHTK.shape)
+
+    low_R: np.ndarray
+    high_R: np.ndarray
+    tail_R: np.ndarray
+    tail_slots: np.ndarray
+    item_I4: np.ndarray
+
+    @property
+    def seen(self) -> tuple[np.ndarray, ...]:
+        """As the kernel takes it."""
+        return self.low_R, self.high_R, self.tail_R, self.tail_slots
+
+    def visible(self, row: int) -> np.ndarray:
+        """The slots a row sees, in the order of their positions."""
+        span = np.arange(self.low_R[row], self.high_R[row])
+        return np.concatenate([span, self.tail_slots[self.tail_R[row] : self.tail_R[row + 1]]])
 
 
-def reference_attention(
-    query_BHTK: Tensor, key_BGSK: Tensor, value_BGSK: Tensor, bias_B1TS: Tensor | None
-) -> Tensor:
-    """The same by its definition: softmax(q k / sqrt(K) + bias) v, one einsum per line."""
-    group = query_BHTK.shape[1] // key_BGSK.shape[1]
-    key_BHSK = key_BGSK.double().repeat_interleave(group, dim=1)
-    value_BHSK = value_BGSK.double().repeat_interleave(group, dim=1)
-    scores_BHTS = torch.einsum("bhtk,bhsk->bhts", query_BHTK, key_BHSK)
-    scores_BHTS = scores_BHTS / math.sqrt(query_BHTK.shape[-1])
-    if bias_B1TS is not None:
-        scores_BHTS = scores_BHTS + bias_B1TS
-    return torch.einsum("bhts,bhsk->bhtk", scores_BHTS.softmax(-1), value_BHSK)
-
-
-def shorten(x: Tensor) -> Tensor:
-    """Round float64 to ``SHORTENED_BITS`` of mantissa (Veltkamp's splitting)."""
-    scaled = x * _SPLITTER
-    return scaled - (scaled - x)
-
-
-def visibility_bias(
+def plan_sight(
     ends: Sequence[int],
     counts: Sequence[int],
     ancestor_masks: Sequence[Tensor | None],
     depths: Sequence[Sequence[int]],
+    *,
+    num_groups: int,
+    heads_per_group: int,
+    num_threads: int,
     window: int | None = None,
-) -> Tensor | None:
-    """Additive mask ``[B, 1, T, S]`` (float64): each row sees the prefix and its ancestors.
+) -> Sight:
+    """What the packed rows of some segments see.
 
-    ``ends[b]`` is request b's number of slots; the last ``counts[b]`` hold this pass' rows.
+    ``ends[b]`` is segment b's number of slots; the last ``counts[b]`` hold this pass' rows.
     ``ancestor_masks[b]`` is bool ``[T_b, P_b + T_b]``, None for a chain; its first ``P_b`` columns
     are rows of the same tree that earlier passes wrote. ``depths[b]`` are the ``P_b + T_b`` rows'
     distances from the first position behind the prefix. With ``window``, only the latest
-    ``window`` positions (the row's own included) are visible. Returns None where every row sees
-    every slot.
+    ``window`` positions (the row's own included) are visible.
     """
-    if len(ends) == 1 and counts[0] == len(depths[0]) == 1 and window is None:
-        return None
-    shape = len(ends), max(counts), max(ends)
-    bias_BTS = torch.full(shape, -math.inf, dtype=torch.float64)
-    for bias_TS, end, count, mask, depth in zip(
-        bias_BTS, ends, counts, ancestor_masks, depths, strict=True
-    ):
+    lows, highs, tails, tail_counts = [], [], [], []
+    pieces: list[tuple[int, int, int]] = []
+    first = 0
+    for end, count, mask, depth in zip(ends, counts, ancestor_masks, depths, strict=True):
         prefix = end - len(depth)
-        bias_TS[:count, :prefix] = 0.0
-        tree_TT = bias_TS[:count, prefix:end]
-        if mask is None:  # a chain: each row sees all rows before it
-            above = torch.full(tree_TT.shape, -math.inf, dtype=torch.float64)
-            tree_TT.copy_(above.triu(1 + len(depth) - count))
+        if mask is None:
+            high_T = np.arange(end - count, end) + 1
+            tail, tail_count_T = np.empty(0, np.int64), np.zeros(count, np.int64)
+            low_T = np.zeros(count, np.int64) if window is None else np.maximum(high_T - window, 0)
         else:
-            tree_TT.masked_fill_(mask, 0.0)
-        if window is not None:
-            tree_S = prefix + torch.tensor(depth)
-            key_S = torch.cat([torch.arange(prefix), tree_S])
-            is_past = tree_S[-count:].unsqueeze(1) - key_S >= window
-            bias_TS[:count, :end].masked_fill_(is_past, -math.inf)
-        bias_TS[count:, 0] = 0.0  # padding rows look at something, so that no NaN is made
-    return bias_BTS.unsqueeze(1)
+            high_T = np.full(count, prefix)
+            low_T = np.zeros(count, np.int64)
+            is_seen = mask.numpy()
+            if window is not None:
+                depth_P = np.array(depth)
+                oldest_T = depth_P[-count:] + 1 - window
+                is_seen = is_seen & (depth_P >= oldest_T[:, None])
+                low_T = np.clip(prefix + oldest_T, 0, prefix)
+            tail, tail_count_T = prefix + np.nonzero(is_seen)[1], is_seen.sum(1)
+        lows.append(low_T)
+        highs.append(high_T)
+        tails.append(tail)
+        tail_counts.append(tail_count_T)
+        most = MAX_ITEM_SCORES // (heads_per_group * end)
+        rows = max(1, min(MAX_ITEM_ROWS, most, -(-count // num_threads)))
+        for start in range(0, count, rows):
+            size = min(rows, count - start)
+            last = end if mask is not None else end - count + start + size
+            pieces.append((first + start, size, last))
+        first += count
+    if num_threads > 1:  # the largest first, dealt out: a thread takes consecutive pieces
+        pieces.sort(key=lambda piece: -piece[1] * piece[2])
+        dealt = [(*piece, g) for piece in pieces for g in range(num_groups)]
+        items = [item for thread in range(num_threads) for item in dealt[thread::num_threads]]
+    else:
+        items = [(*piece, g) for piece in pieces for g in range(num_groups)]
+    return Sight(
+        low_R=np.concatenate(lows),
+        high_R=np.concatenate(highs),
+        tail_R=np.concatenate([[0], *tail_counts]).cumsum(),
+        tail_slots=np.concatenate(tails),
+        item_I4=np.array(items)[:, [0, 1, 3, 2]],
+    )
+
+
+def reference_attention(query_HK: Tensor, key_GSK: Tensor, value_GSK: Tensor) -> Tensor:
+    """One row by the definition, in float64: softmax(q k / sqrt(K)) v over the keys it sees."""
+    group = query_HK.shape[0] // key_GSK.shape[0]
+    key_HSK = key_GSK.double().repeat_interleave(group, dim=0)
+    value_HSK = value_GSK.double().repeat_interleave(group, dim=0)
+    scores_HS = torch.einsum("hk,hsk->hs", query_HK.double(), key_HSK)
+    weights_HS = (scores_HS / math.sqrt(query_HK.shape[-1])).softmax(-1)
+    return torch.einsum("hs,hsk->hk", weights_HS, value_HSK)
 
 
 class Rotary:
-    """Rotary positions of one model: ``rotation(position_R)`` as complex numbers.
+    """Rotary positions of one model.
 
     Frequencies follow Hugging Face's definitions (``modeling_rope_utils``): float32 inverse
-    frequencies and float32 angles, as the models were trained; cosine and sine in float64. They
-    come from a table that grows by whole blocks, so a position's value never depends on which
-    others are asked for.
+    frequencies and float32 angles, as the models were trained; cosine and sine are rounded to
+    float32 once. They come from a table that grows by whole blocks, so a position's value never
+    depends on which others are asked for.
     """
 
     def __init__(self, config: RopeConfig, head_dim: int) -> None:
         self._inverse_frequency = inverse_frequencies(config, head_dim)
         self._scale = attention_scale(config)
-        self._table_PC = self._block(0)
+        self._table_2PC = self._block(0)
 
-    def rotation(self, position_R: Tensor) -> Tensor:
-        """Complex128 ``[R, 1, K / 2]``, to be multiplied with interleaved pairs."""
-        table_PC, last = self._table_PC, int(position_R.max())
-        while last >= len(table_PC):
-            table_PC = torch.cat([table_PC, self._block(len(table_PC))])
-        self._table_PC = table_PC  # in one piece: engines in several threads share the model
-        return table_PC[position_R].unsqueeze(1)
+    def rotation(self, position_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Cosine and sine of the rows' angles, each ``[R * K / 2]``."""
+        table_2PC, last = self._table_2PC, int(position_R.max())
+        while last >= table_2PC.shape[1]:
+            table_2PC = np.concatenate([table_2PC, self._block(table_2PC.shape[1])], axis=1)
+        self._table_2PC = table_2PC  # in one piece: engines in several threads share the model
+        cosine_RC, sine_RC = table_2PC[:, position_R]
+        return cosine_RC.reshape(-1), sine_RC.reshape(-1)
 
-    def _block(self, start: int) -> Tensor:
+    def _block(self, start: int) -> np.ndarray:
         position_P = torch.arange(start, start + TABLE_BLOCK).float()
         angle_PC = torch.outer(position_P, self._inverse_frequency).double()
-        return torch.polar(torch.full_like(angle_PC, self._scale), angle_PC)
+        return (self._scale * torch.stack([angle_PC.cos(), angle_PC.sin()])).float().numpy()
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:

@@ -124,7 +124,8 @@ def _numerics_digest() -> str:
         root / f"{name}.py"
         for name in ("attention", "decoder", "exactness", "layers", "linear", "norm")
     ]
-    return _digest(b"".join(file.read_bytes() for file in [*files, root.parent / "kv_cache.py"]))
+    files += [*sorted((root / "kernels").glob("*.py")), root.parent / "kv_cache.py"]
+    return _digest(b"".join(file.read_bytes() for file in files))
 
 
 def _digest(data: bytes) -> str:
