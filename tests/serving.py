@@ -20,7 +20,7 @@ import torch
 
 from outrider.config import AdmissionLimits, EngineConfig, SamplingParams
 from outrider.engine import Engine
-from outrider.kv_cache import KVCache
+from outrider.kv_cache import KEY_BLOCK, KVCache
 from outrider.request import Request
 from outrider.scheduler import Admission
 from outrider.tree import DraftTree
@@ -127,12 +127,21 @@ class FakeTarget:
         raise RuntimeError(why)
 
 
+def fill_row(cache: KVCache, row: int, keys_LGSK: torch.Tensor, values_LGSK: torch.Tensor) -> None:
+    """Put these keys and values into a row's first slots, as no part of the program would."""
+    slot_S = torch.arange(keys_LGSK.shape[2])
+    block_S, lane_S = slot_S // KEY_BLOCK, slot_S % KEY_BLOCK
+    cache._keys[:, row, :, block_S, :, lane_S] = keys_LGSK.permute(2, 0, 1, 3)
+    cache._values[:, row, :, slot_S, : cache.head_dim] = values_LGSK.permute(2, 0, 1, 3)
+
+
 def read_row(cache: KVCache, row: int, count: int) -> list[int]:
     """The tokens in a row's first slots, which must lie in their order."""
     # As lists: an operation on a tensor of so few numbers costs more than all of them.
-    stored = cache._keys_LBGSK[0, row, 0, :count].tolist()
+    keys_LGSK, values_LGSK = cache.read(row, count)
+    stored = keys_LGSK[0, 0].tolist()
     assert list(range(count)) == [position for _, position in stored]
-    values = cache._values_LBGSK[0, row, 0, :count].tolist()
+    values = values_LGSK[0, 0].tolist()
     assert values == [[-token, -position] for token, position in stored]
     return [int(token) for token, _ in stored]
 

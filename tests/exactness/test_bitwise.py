@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from outrider.kv_cache import KEY_BLOCK
 from outrider.models import exactness
+from outrider.models.attention import Sight
 from outrider.models.decoder import Decoder
 from outrider.models.exactness import (
     CHECKS,
@@ -24,6 +26,7 @@ from outrider.models.exactness import (
     random_tokens,
     reference_logits,
 )
+from outrider.models.kernels.attention import attend
 from outrider.models.layers import swiglu
 from outrider.models.linear import MAX_ROWS, MIN_ROWS, ExactLinear, RowPolicy, probe_rows
 from tests.models import compute_threads, random_decoder
@@ -99,24 +102,42 @@ def test_stock_float32_products_are_caught() -> None:
     assert probe_rows(1536, 576, torch.float32, adds=False).is_exact
 
 
-def test_stock_attention_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inverse test: attention summed in the compute dtype fails the very same self-test."""
-
-    def stock_attention(query, key, value, bias):
-        dtype = torch.bfloat16  # what the decoder computes in
-        out = F.scaled_dot_product_attention(
-            query.to(dtype),
-            key.to(dtype),
-            value.to(dtype),
-            attn_mask=None if bias is None else bias.to(dtype),
+def _stock_attend(
+    qkv, rope, norms, eps, keys, values, sizes, row_R, slot_R, seen, items, query, out
+) -> None:
+    """The kernel's work by torch's attention in bfloat16, masked slots between the visible ones."""
+    attend(qkv, rope, norms, eps, keys, values, sizes, row_R, slot_R, seen, items, query, out)
+    num_heads, num_groups, head_dim, width, num_blocks = sizes
+    query_RHK = torch.from_numpy(query).view(len(row_R), num_heads, head_dim) * head_dim**0.5
+    out_RHK = torch.from_numpy(out)[: query.size].view(torch.bfloat16).view_as(query_RHK)
+    panels = -1, num_groups, num_blocks
+    key_BGSK = torch.from_numpy(keys).view(torch.bfloat16).view(*panels, head_dim, KEY_BLOCK)
+    key_BGSK = key_BGSK.transpose(-1, -2).flatten(2, 3)
+    value_BGSK = torch.from_numpy(values).view(torch.bfloat16).view(*panels, KEY_BLOCK, width)
+    value_BGSK = value_BGSK.flatten(2, 3)
+    sight = Sight(*seen, items)
+    for cache_row in dict.fromkeys(row_R.tolist()):
+        rows = [r for r in range(len(row_R)) if row_R[r] == cache_row]
+        end = 1 + max(slot_R[rows])
+        bias_TS = torch.full((len(rows), end), -torch.inf, dtype=torch.bfloat16)
+        for bias_S, r in zip(bias_TS, rows, strict=True):
+            bias_S[torch.from_numpy(sight.visible(r))] = 0
+        out_RHK[rows] = F.scaled_dot_product_attention(
+            query_RHK[rows].transpose(0, 1).bfloat16().unsqueeze(0),
+            key_BGSK[cache_row, :, :end].unsqueeze(0),
+            value_BGSK[cache_row, :, :end, :head_dim].unsqueeze(0),
+            attn_mask=bias_TS,
             enable_gqa=True,
-        )
-        return out.double()
+        )[0].transpose(0, 1)
 
+
+def test_stock_attention_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inverse test: attention as torch sums it fails the very same self-test."""
     decoder = random_decoder(torch.bfloat16)
 
     assert exactness.self_test(decoder)
-    monkeypatch.setattr("outrider.models.layers.attention", stock_attention)
+    for name in ("attend", "attend_in_threads"):
+        monkeypatch.setattr(f"outrider.models.layers.{name}", _stock_attend)
     assert not exactness.self_test(decoder)
 
 

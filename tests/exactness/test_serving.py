@@ -36,6 +36,7 @@ from tests.draft_modules import random_drafter
 from tests.engines import new_engine, submit
 from tests.exactness.runs import SAMPLING, assert_speculated
 from tests.models import random_decoder
+from tests.serving import fill_row
 from tests.tiny import write_hf_checkpoint
 
 MAX_LEN = 128
@@ -173,12 +174,9 @@ def test_reused_and_recomputed_rows_hold_the_same_bits_as_fresh_ones(target: Dec
         cache = target.new_cache(max_batch_size=1, num_slots=MAX_LEN)
         count = len(row.token_ids)
         target.forward([Segment(cache.allocate(), row.token_ids, range(count))], cache)
-        for mine, fresh in zip(
-            (engine._cache._keys_LBGSK, engine._cache._values_LBGSK),
-            (cache._keys_LBGSK, cache._values_LBGSK),
-            strict=True,
-        ):
-            assert torch.equal(fresh[:, 0, :, :count], mine[:, row.row, :, :count])
+        mine = engine._cache.read(row.row, count)
+        for mine_LGSK, fresh_LGSK in zip(mine, cache.read(0, count), strict=True):
+            assert torch.equal(fresh_LGSK, mine_LGSK)
 
 
 def test_a_reused_row_that_is_off_by_one_is_noticed(
@@ -187,8 +185,7 @@ def test_a_reused_row_that_is_off_by_one_is_noticed(
     """The inverse test: keys and values of the wrong tokens do change texts of this model."""
 
     def wrong(self, source, row, count):
-        for cache in (self._keys_LBGSK, self._values_LBGSK):
-            cache[:, row, :, 1:count] = cache[:, source, :, : count - 1]
+        fill_row(self, row, *(cached.roll(1, dims=2) for cached in self.read(source, count)))
         self._committed[row] = count
 
     monkeypatch.setattr("outrider.kv_cache.KVCache.copy_prefix", wrong)
@@ -249,8 +246,8 @@ def test_a_half_computed_prompt_that_is_off_by_one_is_noticed(
 
     def wrong(self, row, *, scrub=False):
         free(self, row, scrub=scrub)
-        for cache in (self._keys_LBGSK, self._values_LBGSK):
-            cache[:, row, :, 1:] = cache[:, row, :, :-1].clone()
+        held = self.read(row, self.num_slots)
+        fill_row(self, row, *(cached.roll(1, dims=2) for cached in held))
 
     monkeypatch.setattr(KVCache, "free", wrong)
     _, requests = wait_again_half_computed(target, None)

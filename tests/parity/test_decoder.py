@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from transformers_peer import load_transformers
 
 from outrider.bench.prompts import load_prompts
-from outrider.models.attention import attention, reference_attention
 from outrider.models.decoder import FINAL_STATE, Decoder
 from outrider.models.exactness import chain_segment, prefill, random_tokens, row_policies
 from outrider.models.layers import Segment
@@ -148,22 +147,6 @@ def test_rms_norm_equals_its_plain_twin_row_by_row(size: int, scale: float) -> N
         together, F.rms_norm(x_RD, (size,), weight_D, 1e-5), rtol=2e-6, atol=1e-6
     )
     assert torch.equal(together, torch.cat([norm(x_RD[i : i + 1]) for i in range(33)]))
-
-
-def test_attention_equals_its_plain_twin() -> None:
-    generator = torch.Generator().manual_seed(0)
-    query_BHTK = torch.randn(2, 6, 5, 8, generator=generator, dtype=torch.float64)
-    key_BGSK = torch.randn(2, 3, 17, 8, generator=generator)
-    value_BGSK = torch.randn(2, 3, 17, 8, generator=generator)
-    bias_B1TS = torch.zeros(2, 1, 5, 17, dtype=torch.float64)
-    bias_B1TS[:, :, :, 11:] = -torch.inf
-    for bias in (None, bias_B1TS):
-        torch.testing.assert_close(
-            attention(query_BHTK, key_BGSK, value_BGSK, bias),
-            reference_attention(query_BHTK, key_BGSK, value_BGSK, bias),
-            rtol=1e-12,
-            atol=1e-12,
-        )
 
 
 @pytest.mark.embedded

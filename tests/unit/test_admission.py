@@ -207,17 +207,16 @@ def test_nobody_else_starts_on_a_prompt_that_no_step_has_seen() -> None:
 
 @pytest.mark.parametrize("goes", ["cancelled", "row needed"])
 def test_what_no_step_has_seen_is_scrubbed_when_nobody_can_go_on_from_it(goes: str) -> None:
-    """Masked slots weigh zero, but zero times what is not finite is not zero."""
     server = Server(max_batch_size=2, max_slots=None, prefill_chunk=5)
     late = preempted_in_prefill(server, FAMILY)
     (kept,) = server.engine._prefixes.rows
-    server.cache._keys_LBGSK[0, kept.row, 0, 10] = float("nan")
+    server.cache._keys[0, kept.row, 0, 0, :, 10] = float("nan")
     if goes == "cancelled":
         server.engine.abort(late)
     else:
         server.scheduler._take_row(None)
 
-    assert not server.cache._keys_LBGSK[:, kept.row].any()
+    assert not server.cache._keys[:, kept.row].any()
     assert not server.engine._prefixes.rows
     assert (goes == "cancelled") == (late.request_id not in server.drafter.states)
 
@@ -229,7 +228,7 @@ def test_a_row_that_may_hold_what_is_not_finite_is_scrubbed_when_it_is_left(end:
     late = server.submit(FAMILY, 3)
     server.step()
     row = late.row
-    server.cache._keys_LBGSK[0, row, 0, 2] = float("nan")
+    server.cache._keys[0, row, 0, 0, :, 2] = float("nan")
     if end == "cancelled":
         server.engine.abort(late)
     elif end == "failed":
@@ -238,6 +237,6 @@ def test_a_row_that_may_hold_what_is_not_finite_is_scrubbed_when_it_is_left(end:
     else:
         server.engine._preempt(late, keeps=True)
 
-    assert not server.cache._keys_LBGSK[:, row].any()
+    assert not server.cache._keys[:, row].any()
     assert not server.engine._prefixes.rows
     server.run()

@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from outrider.kv_cache import KVCache
+from outrider.kv_cache import KEY_BLOCK, KVCache
 
-ROWS, SLOTS = 3, 24
+ROWS, SLOTS = 3, KEY_BLOCK + 10
 
 
 def new_cache() -> KVCache:
@@ -56,7 +56,7 @@ class CacheMachine(RuleBasedStateMachine):
         rows = [row for row in rows if self.room(row) > 0]
         if not rows:
             return
-        counts = [data.draw(st.integers(1, min(6, self.room(row)))) for row in rows]
+        counts = [data.draw(st.integers(1, min(20, self.room(row)))) for row in rows]
         slots = self.cache.begin(rows, counts)
         values = []
         for count in counts:
@@ -68,11 +68,11 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.write(layer, slots, key_RGK + layer, -key_RGK - layer)
         for layer in range(2):
             for b, row in enumerate(rows):
-                key_GSK, value_GSK = self.cache.read(layer, slots, b)
                 seen = self.expected[row] + values[b]
+                keys_LGSK, values_LGSK = self.cache.read(row, len(seen))
 
-                assert seen == (key_GSK[1, :, 3] - layer).tolist()
-                assert seen == (-value_GSK[0, :, 0] - layer).tolist()
+                assert seen == (keys_LGSK[layer, 1, :, 3] - layer).tolist()
+                assert seen == (-values_LGSK[layer, 0, :, 0] - layer).tolist()
         for row, written in zip(rows, values, strict=True):
             nodes = range(1, len(written))
             path = data.draw(st.lists(st.sampled_from(nodes), unique=True)) if nodes else []
@@ -130,9 +130,10 @@ class CacheMachine(RuleBasedStateMachine):
         for row, values in self.expected.items():
             assert self.cache.committed(row) == len(values)
             if values:
-                stored = self.cache._keys_LBGSK[:, row, :, : len(values), 0]
-                assert values == stored[0, 0].tolist()
-                assert values == (stored[1, 1] - 1).tolist()
+                keys_LGSK, values_LGSK = self.cache.read(row, len(values))
+                assert values == keys_LGSK[0, 0, :, 0].tolist()
+                assert values == (keys_LGSK[1, 1, :, 3] - 1).tolist()
+                assert values == (-values_LGSK[1, 0, :, 2] - 1).tolist()
 
 
 TestCache = CacheMachine.TestCase
@@ -147,5 +148,5 @@ def test_scrubbing_removes_what_is_not_finite() -> None:
     cache.write(0, slots, bad_RGK, bad_RGK)
     cache.free(row, scrub=True)
 
-    assert torch.isfinite(cache._keys_LBGSK).all()
-    assert torch.isfinite(cache._values_LBGSK).all()
+    assert torch.isfinite(cache._keys).all()
+    assert torch.isfinite(cache._values).all()

@@ -314,4 +314,3 @@ def linear_shapes(config: DecoderConfig) -> list[tuple[int, int, bool]]:
         (config.vocab_size, hidden, False),
     ]
     return list(dict.fromkeys(shapes))
-

@@ -86,14 +86,22 @@ def _enter(r, qkv, rope, norms, eps, keys, values, sizes, row_R, slot_R, query, 
     for head in range(num_heads):
         own = (r * num_heads + head) * size
         _rotate_head(
-            qkv, start + head * size, norms[0], eps, rope[0], rope[1], place, size, query, own, scale
+            qkv,
+            start + head * size,
+            norms[0],
+            eps,
+            rope[0],
+            rope[1],
+            place,
+            size,
+            query,
+            own,
+            scale,
         )
     block, lane = slot_R[r] // KEY_BLOCK, slot_R[r] % KEY_BLOCK
     for g in range(num_groups):
         key_start = start + (num_heads + g) * size
-        _rotate_head(
-            qkv, key_start, norms[1], eps, rope[0], rope[1], place, size, rotated, 0, _ONE
-        )
+        _rotate_head(qkv, key_start, norms[1], eps, rope[0], rope[1], place, size, rotated, 0, _ONE)
         panel = row_R[r] * num_groups + g
         first = (panel * num_blocks + block) * size * KEY_BLOCK + lane
         for i in range(size):

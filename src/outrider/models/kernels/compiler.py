@@ -55,9 +55,7 @@ def _compiled(function: Callable[..., Any], *, parallel: bool) -> Any:
     before = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(_folder())
     try:
-        return numba.njit(
-            function, parallel=parallel, cache=True, nogil=True, error_model="numpy"
-        )
+        return numba.njit(function, parallel=parallel, cache=True, nogil=True, error_model="numpy")
     finally:
         numba.config.CACHE_DIR = before
 
