@@ -132,7 +132,7 @@ def fill_row(cache: KVCache, row: int, keys_LGSK: torch.Tensor, values_LGSK: tor
     slot_S = torch.arange(keys_LGSK.shape[2])
     block_S, lane_S = slot_S // KEY_BLOCK, slot_S % KEY_BLOCK
     cache._keys[:, row, :, block_S, :, lane_S] = keys_LGSK.permute(2, 0, 1, 3)
-    cache._values[:, row, :, slot_S, : cache.head_dim] = values_LGSK.permute(2, 0, 1, 3)
+    cache._values[:, row, :, : len(slot_S), : cache.head_dim] = values_LGSK
 
 
 def read_row(cache: KVCache, row: int, count: int) -> list[int]:
