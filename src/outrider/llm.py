@@ -25,6 +25,7 @@ from outrider.grammar import GrammarCompiler
 from outrider.models.architecture import DecoderConfig
 from outrider.models.decoder import Decoder
 from outrider.models.exactness import is_exact, row_policies
+from outrider.models.kernels.warmup import compile_kernels
 from outrider.models.linear import has_packed_kernels
 from outrider.models.loading import LoadedCheckpoint, Tokenizer, load
 from outrider.models.loading.cache import cache_root
@@ -445,6 +446,7 @@ def _load_model(
     dtype = resolve_dtype(engine.dtype)
     max_model_len = resolve_max_model_len(config, engine)
     results = ResultCache(cache_root(), is_trusted=engine.self_test != "always")
+    compile_kernels(dtype, on_progress)
     policies = row_policies(config, dtype, results, on_progress)
 
     def on_layer(fraction: float) -> None:

@@ -12,11 +12,16 @@ import torch.nn.functional as F
 
 from outrider.kv_cache import KVCache, StepSlots, flat
 from outrider.models.attention import Sight, plan_sight, reference_attention
+from outrider.models.exactness import chain_segment
+from outrider.models.kernels import mlp
 from outrider.models.kernels.attention import attend, attend_in_threads
 from outrider.models.kernels.compiler import helper, kernel
+from outrider.models.kernels.norm import rms_norm
 from outrider.models.kernels.vector import LANES, exp, load, store
+from outrider.models.kernels.warmup import compile_kernels
 from outrider.models.layers import swiglu
 from outrider.tree import DraftTree
+from tests.models import compute_threads, random_decoder
 
 DTYPES = [torch.float32, torch.bfloat16]
 NOTHING = np.empty(0, np.float32)
@@ -245,3 +250,20 @@ def test_swiglu_equals_its_plain_twin(size: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         swiglu(gate_up).double(), F.silu(gate) * up, rtol=tolerance, atol=1e-30
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "bf16"])
+def test_warming_up_compiles_all_that_a_pass_runs(dtype: torch.dtype) -> None:
+    """A kernel compiled in the middle of a request would be a stall of seconds."""
+    compile_kernels(dtype)
+    kernels = attend, attend_in_threads, rms_norm, mlp.swiglu
+    before = [len(function.signatures) for function in kernels]
+    with compute_threads(2):
+        decoder = random_decoder(dtype)
+        cache = decoder.new_cache(max_batch_size=1, num_slots=700)
+        row = cache.allocate()
+        for tokens in ([1, 2, 3], [4] * 600):
+            decoder.forward([chain_segment(row, tokens)], cache)
+            cache.extend(row, len(tokens))
+
+    assert before == [len(function.signatures) for function in kernels]

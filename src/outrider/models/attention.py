@@ -102,16 +102,16 @@ def plan_sight(
         first += count
     if num_threads > 1:  # the largest first, dealt out: a thread takes consecutive pieces
         pieces.sort(key=lambda piece: -piece[1] * piece[2])
-        dealt = [(*piece, g) for piece in pieces for g in range(num_groups)]
+        dealt = [(first, size, g, end) for first, size, end in pieces for g in range(num_groups)]
         items = [item for thread in range(num_threads) for item in dealt[thread::num_threads]]
     else:
-        items = [(*piece, g) for piece in pieces for g in range(num_groups)]
+        items = [(first, size, g, end) for first, size, end in pieces for g in range(num_groups)]
     return Sight(
         low_R=np.concatenate(lows),
         high_R=np.concatenate(highs),
         tail_R=np.concatenate([[0], *tail_counts]).cumsum(),
         tail_slots=np.concatenate(tails),
-        item_I4=np.array(items)[:, [0, 1, 3, 2]],
+        item_I4=np.array(items),
     )
 
 

@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numba
 import torch
 
 from outrider.models.linear import has_packed_kernels
@@ -96,6 +97,7 @@ def machine_key(dtype: torch.dtype) -> str:
         _digest(_processor_features().encode()),
         torch.backends.cpu.get_cpu_capability(),
         torch.__version__,
+        f"numba={numba.__version__}",
         f"packed={has_packed_kernels(dtype)}",
         str(dtype),
         torch.get_float32_matmul_precision(),

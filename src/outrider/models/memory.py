@@ -90,10 +90,7 @@ def plan_memory(
     step_rows = max_batch_size * (FIRST_STEP_TOKENS + 1 + max_draft_tokens)
     rows = max(step_rows, min(prefill_chunk, max_batch_size * max_model_len))
     logits_bytes = max_batch_size * (1 + max_draft_tokens) * config.vocab_size * 8
-    num_masks = 2 if config.sliding_layers else 1
-    attention_bytes = num_masks * rows * num_slots * 8 + 2 * max_batch_size * num_slots * (
-        config.num_kv_heads * config.head_dim * 8
-    )
+    attention_bytes = rows * config.num_heads * config.head_dim * 4  # rotated queries
     activation_bytes = rows * (4 * config.mlp_size + 8 * config.hidden_size) * 4
     width = f"{dtype}".removeprefix("torch.")
     items = (

@@ -12,6 +12,7 @@ nothing but the row and what it sees, so rows are exact by construction (design:
 :mod:`.attention`         rotation, cache writes and attention of all rows of a pass
 :mod:`.norm`              root-mean-square normalisation
 :mod:`.mlp`               SwiGLU
+:mod:`.warmup`            all of them compiled before the first token
 ========================  =====================================================================
 
 Called by :mod:`outrider.models.layers`; each kernel has a plain twin in torch that tests hold it

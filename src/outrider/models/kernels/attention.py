@@ -20,9 +20,6 @@ Called by :mod:`outrider.models.layers`; its plain twin is
 :func:`outrider.models.attention.reference_attention`.
 """
 
-# numba types functions by compiling them; to a type checker they are opaque.
-# pyright: basic
-
 from __future__ import annotations
 
 import numpy as np

@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numba
+import numba.extending
 import torch
 
 from outrider.models.loading.cache import cache_root
@@ -21,6 +23,16 @@ from outrider.models.loading.cache import cache_root
 # Kernels and torch must share one team of threads: two teams on the same cores wait for each other.
 # numba's "omp" layer asks for the OpenMP library by the name under which torch has loaded it.
 _HAS_SHARED_THREADS = find_spec("numba.np.ufunc.omppool") is not None and os.name == "posix"
+
+
+_SETTINGS: Any = import_module("numba.core.config")  # its names are made when it is imported
+
+# What numba makes of a function is opaque to a type checker, hence Any.
+
+
+def operation(function: Callable[..., Any]) -> Any:
+    """An operation of kernels that is written as LLVM instructions."""
+    return numba.extending.intrinsic(function)
 
 
 def helper(function: Callable[..., Any]) -> Any:
@@ -45,19 +57,19 @@ def use_threads() -> int:
     """Give parallel kernels as many threads as torch has; returns how many."""
     if not _HAS_SHARED_THREADS:
         return 1
-    count = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    count = min(torch.get_num_threads(), _SETTINGS.NUMBA_NUM_THREADS)
     numba.set_num_threads(count)
     return count
 
 
 def _compiled(function: Callable[..., Any], *, parallel: bool) -> Any:
-    numba.config.THREADING_LAYER = "omp" if _HAS_SHARED_THREADS else "default"
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(_folder())
+    _SETTINGS.THREADING_LAYER = "omp" if _HAS_SHARED_THREADS else "default"
+    before = _SETTINGS.CACHE_DIR
+    _SETTINGS.CACHE_DIR = str(_folder())
     try:
         return numba.njit(function, parallel=parallel, cache=True, nogil=True, error_model="numpy")
     finally:
-        numba.config.CACHE_DIR = before
+        _SETTINGS.CACHE_DIR = before
 
 
 def _folder() -> Path:

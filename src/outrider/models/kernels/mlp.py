@@ -1,8 +1,5 @@
 """SwiGLU of rows that hold gate and up side by side; called by :mod:`outrider.models.layers`."""
 
-# numba types functions by compiling them; to a type checker they are opaque.
-# pyright: basic
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,8 +1,5 @@
 """Root-mean-square normalisation of rows; called by :mod:`outrider.models.norm`."""
 
-# numba types functions by compiling them; to a type checker they are opaque.
-# pyright: basic
-
 from __future__ import annotations
 
 import numpy as np

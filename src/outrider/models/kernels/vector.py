@@ -8,18 +8,15 @@ Arrays hold float32, or bfloat16 as ``uint16`` bits; ``load`` and ``store`` conv
 nearest even. Used by the other modules of :mod:`outrider.models.kernels` only.
 """
 
-# numba types functions by compiling them; to a type checker they are opaque.
-# pyright: basic
-
 from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, overload, register_model
+from numba.extending import models, overload, register_model
 
-from outrider.models.kernels.compiler import helper
+from outrider.models.kernels.compiler import helper, operation
 
 LANES = 16
 
@@ -46,7 +43,7 @@ class _VectorModel(models.PrimitiveModel):
 _vector = Vector()
 
 
-@intrinsic
+@operation
 def splat(_context, _number):
     """The number in every lane."""
 
@@ -61,7 +58,7 @@ def splat(_context, _number):
     return _vector(types.float32), generate
 
 
-@intrinsic
+@operation
 def fma(_context, _a, _b, _c):
     """``a * b + c``, rounded once."""
 
@@ -71,31 +68,31 @@ def fma(_context, _a, _b, _c):
     return _vector(_vector, _vector, _vector), generate
 
 
-@intrinsic
+@operation
 def add(_context, _a, _b):
     """``a + b``."""
     return _vector(_vector, _vector), lambda _c, builder, _s, args: builder.fadd(*args)
 
 
-@intrinsic
+@operation
 def multiply(_context, _a, _b):
     """``a * b``."""
     return _vector(_vector, _vector), lambda _c, builder, _s, args: builder.fmul(*args)
 
 
-@intrinsic
+@operation
 def divide(_context, _a, _b):
     """``a / b``."""
     return _vector(_vector, _vector), lambda _c, builder, _s, args: builder.fdiv(*args)
 
 
-@intrinsic
+@operation
 def larger(_context, _a, _b):
     """``b`` where it is larger than ``a``, else ``a``: a NaN of ``a`` stays, one of ``b`` goes."""
     return _vector(_vector, _vector), lambda _c, builder, _s, args: _larger(builder, *args)
 
 
-@intrinsic
+@operation
 def smaller(_context, _a, _b):
     """``b`` where it is smaller than ``a``, else ``a``: a NaN of ``a`` stays, one of ``b`` goes."""
 
@@ -105,7 +102,7 @@ def smaller(_context, _a, _b):
     return _vector(_vector, _vector), generate
 
 
-@intrinsic
+@operation
 def round_down(_context, _a):
     """The largest whole number that is not above."""
 
@@ -115,7 +112,7 @@ def round_down(_context, _a):
     return _vector(_vector), generate
 
 
-@intrinsic
+@operation
 def power_of_two(_context, _a):
     """``2 ** a`` of whole numbers from -126 to 127."""
 
@@ -128,7 +125,7 @@ def power_of_two(_context, _a):
     return _vector(_vector), generate
 
 
-@intrinsic
+@operation
 def sum_of(_context, _a):
     """The sum of the lanes: halves are added to one another until one lane is left."""
 
@@ -138,7 +135,7 @@ def sum_of(_context, _a):
     return types.float32(_vector), generate
 
 
-@intrinsic
+@operation
 def largest_of(_context, _a):
     """The largest lane."""
 
@@ -148,7 +145,7 @@ def largest_of(_context, _a):
     return types.float32(_vector), generate
 
 
-@intrinsic
+@operation
 def load(_context, array, _start):
     """Sixteen elements of a flat array from ``start`` on."""
 
@@ -163,7 +160,7 @@ def load(_context, array, _start):
     return _vector(array, types.int64), generate
 
 
-@intrinsic
+@operation
 def store(_context, array, _start, _value):
     """Write the lanes to a flat array from ``start`` on, in the array's precision."""
 
@@ -205,13 +202,13 @@ def exp(x):
     return multiply(p, power_of_two(n))
 
 
-@intrinsic
+@operation
 def _from_bits(_context, _bits):
     """The float32 of these 32 bits."""
     return types.float32(types.uint32), lambda _c, builder, _s, args: builder.bitcast(args[0], _F32)
 
 
-@intrinsic
+@operation
 def _to_bits(_context, _number):
     """The 32 bits of a float32."""
     return types.uint32(types.float32), lambda _c, builder, _s, args: builder.bitcast(args[0], _I32)
