@@ -59,10 +59,7 @@ def speculative_step(
     segments = [_segment(*pair, cache) for pair in zip(requests, trees, strict=True)]
     output = target.forward(segments, cache, capture=() if drafter is None else drafter.captures)
     hidden = _split(output)
-    verdicts, is_tainted = judge(requests, trees, output.logits_RV, uses_blocks)
-    for b in range(len(requests)):
-        if is_tainted[b] and trees[b].num_drafted:
-            verdicts[b], hidden[b] = decode_alone(requests[b], trees[b], target, cache, drafter)
+    verdicts = judge(requests, trees, output.logits_RV, uses_blocks)
     verified = time.perf_counter()
 
     for b, (request, segment, verdict) in enumerate(zip(requests, segments, verdicts, strict=True)):
@@ -148,19 +145,18 @@ def judge(
     trees: Sequence[DraftTree],
     logits_RV: torch.Tensor,
     uses_blocks: bool,
-) -> tuple[list[Verdict], list[bool]]:
+) -> list[Verdict]:
     """What each request's rule accepts of its tree, and what it emits.
 
-    Also says for each request whether any of its rows, on the path or off it, is not finite.
+    A drafted node whose logits are not finite spoils no other row, since none but its descendants
+    reads what it left in the cache.
     """
     raw = argmax_rows(logits_RV)
     verdicts = []
-    is_tainted = []
     first = 0
     for request, tree in zip(requests, trees, strict=True):
         rows = slice(first, first + len(tree))
         first += len(tree)
-        is_tainted.append(-1 in raw[rows])
         if request.params.uses_rejection:
             verdict = _reject(request, tree, logits_RV[rows], uses_blocks)
         elif request.sampler.is_raw_argmax:
@@ -170,7 +166,7 @@ def judge(
         if request.params.logprobs is not None:
             verdict = _with_logprobs(verdict, logits_RV[rows], request.params.logprobs)
         verdicts.append(verdict)
-    return verdicts, is_tainted
+    return verdicts
 
 
 def _with_logprobs(verdict: Verdict, logits_NV: torch.Tensor, num_top: int) -> Verdict:
@@ -189,22 +185,6 @@ def _reject(
     num_tokens = len(request.token_ids)
     draws = Draws(request.sampler.seed, request.params.choice, num_tokens)
     return verify(tree, laws, draws, num_tokens=num_tokens, uses_blocks=uses_blocks)
-
-
-def decode_alone(
-    request: Request, tree: DraftTree, target: Decoder, cache: KVCache, drafter: Drafter | None
-) -> tuple[Verdict, torch.Tensor | None]:
-    """Repeat a request's step without its drafts, one of which made a row that is not finite.
-
-    A mask cannot hide such a node (infinity times zero is not zero), so its siblings' rows are
-    spoilt too, and the text must not depend on what was drafted. Returns the captured states too.
-    """
-    cache.scrub(request.row, len(_segment(request, tree, cache).tokens))
-    root = DraftTree.root(tree.token[0])
-    capture = () if drafter is None else drafter.captures
-    output = target.forward([_segment(request, root, cache)], cache, capture=capture)
-    (verdict,), _ = judge([request], [root], output.logits_RV, uses_blocks=False)
-    return replace(verdict, num_drafted=tree.num_drafted), output.hidden_RC
 
 
 def _split(output: ForwardOutput) -> list[torch.Tensor | None]:
