@@ -21,7 +21,8 @@ from torch import Tensor
 # Row counts to try, in order: 4 is the least at which oneDNN's bfloat16 kernels run at full speed
 # (one row takes a slower path), more only where a kernel changes between 4 and 16 rows.
 MIN_ROWS = (4, 8, 16)
-MAX_ROWS = (128, 64, 32, 16)
+MAX_ROWS = (512, 256, 128, 64, 32, 16)
+MAX_PROBED = 2**22  # elements of a product above 128 rows: an output head is never that tall
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class ExactLinear:
 def probe_rows(out_size: int, in_size: int, dtype: torch.dtype, *, adds: bool) -> RowPolicy:
     """Find the widest row range in which this machine's kernel gives bit-identical rows.
 
-    Tries every row count up to 64 and a sample above, with the rows at every place in the block.
+    Tries every row count up to 64 and a sample above, with the rows at both ends of the block.
     Kernels choose by shape, type and thread count, never by values, so random weights stand for
     the model's. ``adds`` probes the product with a fused residual.
     """
@@ -121,25 +122,27 @@ def probe_rows(out_size: int, in_size: int, dtype: torch.dtype, *, adds: bool) -
     linear = ExactLinear(
         torch.randn(out_size, in_size, generator=generator).to(dtype), None, policy=None
     )
-    x_RD = torch.randn(MAX_ROWS[0], in_size, generator=generator).to(dtype)
-    residual_RD = torch.randn(MAX_ROWS[0], out_size, generator=generator).to(dtype)
+    candidates = [rows for rows in MAX_ROWS if rows <= 128 or rows * out_size <= MAX_PROBED]
+    most = candidates[0]
+    x_RD = torch.randn(most, in_size, generator=generator).to(dtype)
+    residual_RD = torch.randn(most, out_size, generator=generator).to(dtype)
 
     def product(rows: slice) -> Tensor:
         return linear(x_RD[rows].contiguous(), residual_RD[rows].contiguous() if adds else None)
 
     for min_rows in MIN_ROWS:
-        starts = range(0, MAX_ROWS[0], min_rows)
+        starts = range(0, most, min_rows)
         expected = torch.cat([product(slice(start, start + min_rows)) for start in starts])
 
         def rows_agree(num_rows: int, expected: Tensor = expected) -> bool:
-            first, last = slice(0, num_rows), slice(MAX_ROWS[0] - num_rows, MAX_ROWS[0])
+            first, last = slice(0, num_rows), slice(most - num_rows, most)
             return torch.equal(product(first), expected[first]) and torch.equal(
                 product(last), expected[last]
             )
 
         max_rows = min_rows - 1
-        for candidate in reversed(MAX_ROWS):
-            stride = 1 if candidate <= 64 else 5
+        for candidate in reversed(candidates):
+            stride = 1 if candidate <= 64 else 5 if candidate <= 128 else 37
             row_counts = [*range(max_rows + 1, candidate, stride), candidate]
             if not all(rows_agree(num_rows) for num_rows in row_counts):
                 break
