@@ -16,7 +16,7 @@ from outrider.models.exactness import chain_segment
 from outrider.models.kernels import mlp
 from outrider.models.kernels.attention import attend, attend_in_threads
 from outrider.models.kernels.compiler import helper, kernel
-from outrider.models.kernels.norm import rms_norm
+from outrider.models.kernels.norm import rms_norm, rms_norm_in_threads
 from outrider.models.kernels.vector import LANES, exp, load, store
 from outrider.models.kernels.warmup import compile_kernels
 from outrider.models.layers import swiglu
@@ -256,7 +256,10 @@ def test_swiglu_equals_its_plain_twin(size: int, dtype: torch.dtype) -> None:
 def test_warming_up_compiles_all_that_a_pass_runs(dtype: torch.dtype) -> None:
     """A kernel compiled in the middle of a request would be a stall of seconds."""
     compile_kernels(dtype)
-    kernels = attend, attend_in_threads, rms_norm, mlp.swiglu
+    kernels = (
+        *(attend, attend_in_threads, rms_norm, rms_norm_in_threads),
+        *(mlp.swiglu, mlp.swiglu_in_threads),
+    )
     before = [len(function.signatures) for function in kernels]
     with compute_threads(2):
         decoder = random_decoder(dtype)
@@ -267,3 +270,23 @@ def test_warming_up_compiles_all_that_a_pass_runs(dtype: torch.dtype) -> None:
             cache.extend(row, len(tokens))
 
     assert before == [len(function.signatures) for function in kernels]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "bf16"])
+@pytest.mark.parametrize("size", [12, 1001])
+def test_threads_change_no_bit_of_norm_and_swiglu(size: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(size)
+    x_RM = torch.randn(40, 2 * size, generator=generator).to(dtype)
+    weight = flat(torch.rand(2 * size, generator=generator).to(dtype))
+    results = []
+    for norm, gate in (
+        (rms_norm, mlp.swiglu),
+        (rms_norm_in_threads, mlp.swiglu_in_threads),
+    ):
+        normed, gated = torch.empty_like(x_RM), x_RM.new_empty(40, size)
+        norm(flat(x_RM), weight, np.float32(1e-5), flat(normed))
+        gate(flat(x_RM), size, flat(gated))
+        results.append((normed, gated))
+
+    for alone, shared in zip(*results, strict=True):
+        assert torch.equal(alone, shared)

@@ -23,14 +23,12 @@ from torch import Tensor
 from outrider.kv_cache import KVCache, StepSlots, flat
 from outrider.models.architecture import DecoderConfig
 from outrider.models.attention import Rotary, Sight, plan_sight
-from outrider.models.kernels import mlp as kernels
 from outrider.models.kernels.attention import attend, attend_in_threads
 from outrider.models.kernels.compiler import use_threads
+from outrider.models.kernels.mlp import swiglu as swiglu_kernel
+from outrider.models.kernels.mlp import swiglu_in_threads
 from outrider.models.linear import MIN_ROWS, ExactLinear, RowPolicy
 from outrider.models.norm import RMSNorm
-
-# Row-slot-head triples from which sharing attention between threads is worth the hand-over.
-THREADED_WORK = 8192
 
 _NOTHING = np.empty(0, np.float32)
 
@@ -144,8 +142,8 @@ class LayerStack:
         )
         config = self.config
         ends, num_rows = slots.live_lens, sum(counts)
-        work = config.num_heads * sum(n * end for n, end in zip(counts, ends, strict=True))
-        num_threads = use_threads() if work >= THREADED_WORK else 1
+        pairs = sum(n * end for n, end in zip(counts, ends, strict=True))
+        num_threads = use_threads(0.1 * pairs * config.num_heads * config.head_dim)
 
         def sight(window: int | None = None) -> Sight:
             return plan_sight(
@@ -297,7 +295,8 @@ def swiglu(gate_up_RM: Tensor) -> Tensor:
     """``silu(gate) * up`` of rows that hold gate and up side by side (Shazeer 2020)."""
     size = gate_up_RM.shape[1] // 2
     out_RM = gate_up_RM.new_empty(gate_up_RM.shape[0], size)
-    kernels.swiglu(flat(gate_up_RM), size, flat(out_RM))
+    function = swiglu_kernel if use_threads(1.5 * out_RM.numel()) == 1 else swiglu_in_threads
+    function(flat(gate_up_RM), size, flat(out_RM))
     return out_RM
 
 

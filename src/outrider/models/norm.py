@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from outrider.kv_cache import flat
-from outrider.models.kernels.norm import rms_norm
+from outrider.models.kernels.compiler import use_threads
+from outrider.models.kernels.norm import rms_norm, rms_norm_in_threads
 
 
 class RMSNorm:
@@ -27,5 +28,6 @@ class RMSNorm:
         """Normalised rows, in the type of ``x``; written to ``out`` where it is given."""
         if out_RD is None:
             out_RD = torch.empty_like(x_RD)
-        rms_norm(flat(x_RD), self._weight, self._eps, flat(out_RD))
+        function = rms_norm if use_threads(x_RD.numel()) == 1 else rms_norm_in_threads
+        function(flat(x_RD), self._weight, self._eps, flat(out_RD))
         return out_RD

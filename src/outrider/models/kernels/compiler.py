@@ -27,6 +27,8 @@ _HAS_SHARED_THREADS = find_spec("numba.np.ufunc.omppool") is not None and os.nam
 
 _SETTINGS: Any = import_module("numba.core.config")  # its names are made when it is imported
 
+THREADED_WORK_NS = 40_000  # a hand-over to other threads takes some 5,000
+
 # What numba makes of a function is opaque to a type checker, hence Any.
 
 
@@ -53,9 +55,12 @@ def parallel_kernel(function: Callable[..., Any]) -> Any:
     return _compiled(function, parallel=_HAS_SHARED_THREADS)
 
 
-def use_threads() -> int:
-    """Give parallel kernels as many threads as torch has; returns how many."""
-    if not _HAS_SHARED_THREADS:
+def use_threads(work_ns: float) -> int:
+    """How many threads some work is worth; where several, parallel kernels get torch's number.
+
+    ``work_ns`` is about how long one thread takes.
+    """
+    if not _HAS_SHARED_THREADS or work_ns < THREADED_WORK_NS:
         return 1
     count = min(torch.get_num_threads(), _SETTINGS.NUMBA_NUM_THREADS)
     numba.set_num_threads(count)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+from numba import prange
 
-from outrider.models.kernels.compiler import helper, kernel
+from outrider.models.kernels.compiler import helper, kernel, parallel_kernel
 from outrider.models.kernels.vector import (
     LANES,
     add,
@@ -27,21 +28,32 @@ def _silu_times(gate, up):
     return multiply(divide(gate, below), up)
 
 
+@helper
+def _row(row, gate_up, size, out):
+    gate, up, to = 2 * row * size, (2 * row + 1) * size, row * size
+    whole = size // LANES * LANES
+    for i in range(0, whole, LANES):
+        store(out, to + i, _silu_times(load(gate_up, gate + i), load(gate_up, up + i)))
+    if whole == size:
+        return
+    rest = np.zeros(3 * LANES, np.float32)
+    for i in range(size - whole):
+        rest[i] = widened(gate_up[gate + whole + i])
+        rest[LANES + i] = widened(gate_up[up + whole + i])
+    store(rest, 2 * LANES, _silu_times(load(rest, 0), load(rest, LANES)))
+    for i in range(size - whole):
+        out[to + whole + i] = narrowed(rest[2 * LANES + i], out[0])
+
+
 @kernel
 def swiglu(gate_up, size, out):
     """``silu(gate) * up`` (Shazeer 2020) of each row of ``size`` gates and ``size`` ups."""
-    whole = size // LANES * LANES
-    pair = np.empty(3 * LANES, np.float32)
     for row in range(len(out) // size):
-        gate, up, to = 2 * row * size, (2 * row + 1) * size, row * size
-        for i in range(0, whole, LANES):
-            store(out, to + i, _silu_times(load(gate_up, gate + i), load(gate_up, up + i)))
-        if whole == size:
-            continue
-        pair[:] = np.float32(0.0)
-        for i in range(size - whole):
-            pair[i] = widened(gate_up[gate + whole + i])
-            pair[LANES + i] = widened(gate_up[up + whole + i])
-        store(pair, 2 * LANES, _silu_times(load(pair, 0), load(pair, LANES)))
-        for i in range(size - whole):
-            out[to + whole + i] = narrowed(pair[2 * LANES + i], out[0])
+        _row(row, gate_up, size, out)
+
+
+@parallel_kernel
+def swiglu_in_threads(gate_up, size, out):
+    """:func:`swiglu` by several threads."""
+    for row in prange(len(out) // size):
+        _row(row, gate_up, size, out)

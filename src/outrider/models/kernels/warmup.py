@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from outrider.models.kernels.attention import attend, attend_in_threads
-from outrider.models.kernels.compiler import use_threads
-from outrider.models.kernels.mlp import swiglu
-from outrider.models.kernels.norm import rms_norm
+from outrider.models.kernels.compiler import THREADED_WORK_NS, use_threads
+from outrider.models.kernels.mlp import swiglu, swiglu_in_threads
+from outrider.models.kernels.norm import rms_norm, rms_norm_in_threads
 from outrider.types import ProgressCallback
 
 
@@ -40,12 +40,20 @@ def compile_kernels(dtype: torch.dtype, on_progress: ProgressCallback | None = N
             np.empty(size, stored),
         )
 
-    use_threads()
-    steps = (
-        lambda: rms_norm(
+    def run_norm(kernel) -> None:
+        kernel(
             np.zeros(size, stored), np.zeros(size, stored), np.float32(1.0), np.empty(size, stored)
-        ),
-        lambda: swiglu(np.zeros(2 * size, stored), size, np.empty(size, stored)),
+        )
+
+    def run_swiglu(kernel) -> None:
+        kernel(np.zeros(2 * size, stored), size, np.empty(size, stored))
+
+    use_threads(THREADED_WORK_NS)
+    steps = (
+        lambda: run_norm(rms_norm),
+        lambda: run_norm(rms_norm_in_threads),
+        lambda: run_swiglu(swiglu),
+        lambda: run_swiglu(swiglu_in_threads),
         lambda: run_attention(attend),
         lambda: run_attention(attend_in_threads),
     )
