@@ -55,7 +55,7 @@ def read_prompts(options: WorkloadOptions) -> Workload:
     workload = load_workload(options.prompts, options.selection())
     if workload.record.is_random and not options.allow_random_prompts:
         raise PromptError(
-            f"{workload.record.source}: the prompts look like random tokens, on which acceptance "
+            f"{options.prompts}: the prompts look like random tokens, on which acceptance "
             "says nothing about real text; give real prompts, or --allow-random-prompts"
         )
     return workload
