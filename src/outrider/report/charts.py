@@ -91,9 +91,9 @@ def _ratio_chart(judgement: Judgement, where: str) -> Chart:
     valid = [c for c in judgement.cells if c.verdict is not Verdict.INVALID and c.speedup]
     metrics = ", ".join(dict.fromkeys(str(cell.metric) for cell in valid))
     caption = (
-        f"Each method's {metrics} over that of {run.baseline.name}, with the intervals of the "
-        f"verdict; above the dashed line a gain exceeds the margin of {margin:.0%}. "
-        f"Measured on {where}."
+        f"Each method's {metrics} over that of plain decoding ({run.baseline.name}), with the "
+        "intervals of the verdict; above the dashed line a gain exceeds the margin of "
+        f"{margin:.0%}. Measured on {where}."
     )
 
     def draw(axes: Any) -> None:

@@ -61,7 +61,8 @@ def workload_title(judgement: Judgement) -> str:
 
 def verdict_table(judgement: Judgement) -> Table:
     """One row per arm and load: what decides, and the decision."""
-    title = f"Speculation against {judgement.data.run.baseline.name}, {workload_title(judgement)}"
+    baseline = judgement.data.run.baseline.name
+    title = f"Speculation against plain decoding ({baseline}), {workload_title(judgement)}"
     metrics = list(dict.fromkeys(str(cell.metric) for cell in judgement.cells))
     ttfts = list(dict.fromkeys(cell.ttft.name for cell in judgement.cells if cell.ttft is not None))
     goodput = f" Goodput: {judgement.settings.level.text}." if _has_goodput(judgement) else ""
@@ -210,6 +211,7 @@ def acceptance_table(judgement: Judgement) -> Table:
         tuple(_acceptance_row(entry) for entry in judgement.arms if not entry.arm.is_baseline),
         numbers_from=2,
         numbers_to=5,
+        is_stacked=True,
         note="Length: tokens per verify step, the bonus token included. Half of requests: their "
         "median length with a 95% bootstrap interval over blocks. Rate: accepted / drafted. By "
         f"position: steps that accepted it / steps, the first {_MAX_POSITIONS} positions. From: "
@@ -286,6 +288,7 @@ def contrast_table(judgement: Judgement, *, all_pairs: bool = True) -> Table:
         rows,
         numbers_from=3,
         numbers_to=4,
+        is_stacked=True,
         note="On the same blocks, so the baseline cancels out. The simpler one wins unless the "
         f"other is shown to be faster by more than {judgement.settings.tie_margin:.0%}.",
     )
@@ -314,6 +317,7 @@ def power_table(judgement: Judgement) -> Table:
         ("load", "noise floor", "smallest difference found"),
         tuple(rows),
         numbers_from=2,
+        is_stacked=True,
         note="The baseline against itself; and the difference that the blocks of this run would "
         f"show with {judgement.settings.power:.0%} power at that noise.",
     )
