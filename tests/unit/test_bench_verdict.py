@@ -341,6 +341,9 @@ def test_thresholds_are_those_kept_with_the_run():
         ({"confidence": 0.2}, r"confidence: 0.2 is outside"),
         ({"min_blocks": 3}, "min_blocks: 3 is below 6"),
         ({"slo": 1}, "judging: slo is not one of"),
+        ({"margin": "much"}, "judging: margin: 'much' is not a number"),
+        ({"slo_ttft_ms": "200"}, "judging: slo_ttft_ms: '200' is not a number"),
+        (["margin"], "judging: .* is not an object of thresholds by name"),
     ],
 )
 def test_thresholds_that_cannot_be_are_refused(judging, message):
