@@ -243,6 +243,33 @@ def test_a_server_that_is_down_is_named(capsys, tmp_path: Path, proven):
     assert not (tmp_path / "o" / "run.json").exists()
 
 
+def test_a_disk_that_fills_ends_the_run_with_what_is_kept_and_the_way_on(
+    tmp_path: Path, capsys, proven
+):
+    """A second run of the same command then measures what is missing."""
+    out = tmp_path / "run"
+    (out / "records").mkdir(parents=True)
+    chunks = [MockChunk(0.001, f"w{place} ") for place in range(20)]
+    flags = "--concurrency 1 --blocks 2 --aa-blocks 0 --requests 1 --max-prompts 8"
+    with servers(MockReply(chunks=chunks), MockReply(chunks=chunks)) as (off, ngram):
+        words = ["--target", f"off={off.url}", "--target", f"ngram={ngram.url}", *flags.split()]
+        words += ["--out", str(out)]
+        assert 2 == cli.main(["bench", *words])
+        (out / "records" / "0001-0.jsonl.gz").unlink()
+        (out / "records" / "0001-0.jsonl.gz.part").symlink_to("/dev/full")
+        capsys.readouterr()
+        status = cli.main(["bench", *words])
+        told = capsys.readouterr().err
+        again = cli.main(["bench", *words])
+
+    assert 3 == status
+    assert "No space left on device" in told
+    assert "stopped: 1 of 2 blocks are kept in " in told
+    assert "go on: outrider bench --target" in told
+    assert 2 == again
+    assert {0, 1} == {b.index for b in read_run(out).blocks if b.kind is BlockKind.MEASURE}
+
+
 def test_random_prompts_are_refused_unless_they_are_meant(capsys, tmp_path: Path):
     prompts = tmp_path / "random.jsonl"
     lines = [

@@ -21,7 +21,7 @@ from outrider.bench.records import (
     to_json,
 )
 from outrider.bench.store import RunFolder, complete_indices, read_run
-from outrider.errors import ParameterError, RecordError
+from outrider.errors import FailureError, ParameterError, RecordError
 from tests.bench_runs import block, request, run_record
 
 
@@ -245,6 +245,21 @@ def test_a_run_has_one_baseline(tmp_path: Path, baselines, named: str):
 
     with pytest.raises(RecordError, match=rf"one arm must be the baseline, not {named}; bring"):
         read_run(tmp_path)
+
+
+def test_a_full_disk_keeps_what_is_complete_and_says_how_to_go_on(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    folder.create(run_record("off", "ngram"))
+    folder.write_turn(block("off", 0, 0, BlockKind.WARMUP), [request("off", 0, 0)])
+    full = tmp_path / "records" / "0001-0.jsonl.gz.part"
+    full.symlink_to("/dev/full")
+
+    with pytest.raises(FailureError, match=r"0001-0.*No space left.*run the same command again"):
+        folder.write_turn(block("off", 1, 0, BlockKind.WARMUP), [request("off", 1, 0)])
+    assert [0] == [each.index for each in read_run(tmp_path).blocks]
+    assert not full.is_symlink(), "what was half written is gone"
+    folder.write_turn(block("off", 1, 0, BlockKind.WARMUP), [request("off", 1, 0)])
+    assert {0, 1} == {each.index for each in read_run(tmp_path).blocks}
 
 
 def test_records_of_another_schema_version_are_refused(tmp_path: Path):

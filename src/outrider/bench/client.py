@@ -144,7 +144,7 @@ class Client:
             ) as response:
                 return response.status, await _page(response), None
         except (aiohttp.ClientError, OSError, TimeoutError, StreamError) as problem:
-            return None, "", _words(problem, f"{endpoint.url}{path}", CONNECT_S, "the server hangs")
+            return None, "", _words(problem, endpoint.url, CONNECT_S, "the server hangs")
 
     async def metrics(self, endpoint: Endpoint) -> MetricsSnapshot | None:
         """The server's counters now; None where it has none to show."""
