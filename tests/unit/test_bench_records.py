@@ -289,6 +289,16 @@ def test_a_run_never_writes_among_other_peoples_files(tmp_path: Path, is_file: b
     assert not (out / "run.json").exists()
 
 
+def test_a_name_that_no_folder_can_have_is_refused_as_any_other(tmp_path: Path):
+    path = tmp_path / ("a" * 300)
+
+    assert not RunFolder(path).holds_run()
+    with pytest.raises(ParameterError, match=r"cannot be written \(File name too long\)"):
+        RunFolder(path).check()
+    with pytest.raises(RecordError, match=r"holds no run\.json"):
+        read_run(path)
+
+
 def test_the_logs_of_servers_may_come_before_the_run(tmp_path: Path):
     folder = RunFolder(tmp_path / "new")
     folder.check()

@@ -53,12 +53,12 @@ class RunFolder:
         Raises:
             ParameterError: it holds something else, or cannot be written.
         """
-        if self.path.exists() and (not self.path.is_dir() or any(self._foreign())):
-            raise ParameterError(
-                f"--out: {self.path} is there already and is no run that can be resumed; give a "
-                "new folder"
-            )
         try:
+            if self.path.exists() and (not self.path.is_dir() or any(self._foreign())):
+                raise ParameterError(
+                    f"--out: {self.path} is there already and is no run that can be resumed; give "
+                    "a new folder"
+                )
             for name in (RECORDS, SERVERS):
                 (self.path / name).mkdir(parents=True, exist_ok=True)
         except OSError as problem:
@@ -78,7 +78,7 @@ class RunFolder:
 
     def holds_run(self) -> bool:
         """Whether a run was begun here."""
-        return (self.path / RUN_FILE).is_file()
+        return _is_file(self.path / RUN_FILE)
 
     def log(self, arm: str) -> Path:
         """Where a started server's output goes."""
@@ -114,7 +114,7 @@ def read_run(path: Path) -> RunData:
         RecordError: no run is there, a file is damaged, or another version wrote it.
     """
     run_file = path / RUN_FILE
-    if not run_file.is_file():
+    if not _is_file(run_file):
         raise RecordError(
             f"{path}: holds no {RUN_FILE}; give the folder that outrider bench --out wrote"
         )
@@ -223,6 +223,13 @@ def _damaged(file: Path, what: str) -> RecordError:
     return RecordError(
         f"{file}: is damaged ({what}); delete it and resume the run to measure it again"
     )
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def _read(path: Path) -> bytes:
