@@ -79,8 +79,9 @@ def conditions_line(judgement: Judgement) -> str:
     words = [workload_title(judgement)]
     if speedup is not None:
         found = speedup.conditions
-        engine = f"{found.engine} {found.engine_version}"
-        words += [found.sampling, f"{engine}, {found.precision}", found.machine]
+        precision = "precision unknown" if found.precision == "unknown" else found.precision
+        engine = f"{found.engine} {found.engine_version}, {precision}"
+        words += [found.sampling, engine, found.machine]
     return "; ".join(words)
 
 
@@ -117,6 +118,7 @@ def _ratio_chart(judgement: Judgement, where: str) -> Chart:
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter("")
         axes.set_xticks(range(len(run.loads)), [f"{load.value:g}" for load in run.loads])
+        axes.set_xlim(-0.5, len(run.loads) - 0.5)  # also the loads at which nothing is valid
         _label(axes, _load_unit(run.loads), f"ratio to {run.baseline.name}")
         _legend(axes)
 
