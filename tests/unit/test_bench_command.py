@@ -194,6 +194,17 @@ def test_ctrl_c_keeps_what_is_complete_says_how_to_go_on_and_ends_the_servers(
         assert [] == processes_with(arm.url.rpartition(":")[2])
 
 
+def test_ctrl_c_before_anything_was_measured_says_so(tmp_path: Path, capsys, monkeypatch):
+    async def interrupt(client: Client, concurrency: int) -> ClientProof:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "prove_client", interrupt)
+    words = ["--target", "off=http://h:1", "--target", "a=http://h:2"]
+
+    assert 130 == cli.main(["bench", *words, "--out", str(tmp_path / "run")])
+    assert capsys.readouterr().err.endswith("interrupted: nothing was measured yet\n")
+
+
 def processes_with(port: str) -> list[str]:
     """Command lines of living processes that end with this port."""
     found = []
