@@ -212,7 +212,7 @@ def scripted_run(
         ),
         sampling=SamplingRecord(0.0, 1.0, 48, 0, ignore_eos=False),
         loads=tuple(loads),
-        machine={"processor": "a test", "cores": 2},
+        machine={"processor": "a test", "num_cores": 2, "memory_bytes": 3 << 30},
         versions={"outrider": "0.1.0"},
         started="2026-12-01T10:00:00+00:00",
         settings=settings or {},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -188,6 +189,126 @@ def test_a_server_that_accepts_and_never_answers_is_given_up(monkeypatch):
 
     assert status is None
     assert "silent for 0.3 s; the server hangs" in (error or "")
+
+
+def with_raw_server(
+    answer: Callable[[asyncio.StreamWriter], Awaitable[None]],
+    act: Callable[[Client, Endpoint], Awaitable[_Result]],
+    *,
+    idle_s: float = 20.0,
+) -> _Result:
+    """A server of bytes: whatever it is asked, ``answer`` writes."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            await answer(writer)
+        writer.close()
+
+    async def run() -> _Result:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, Client(idle_s=idle_s) as client:
+            return await act(client, Endpoint(url=f"http://127.0.0.1:{port}", model="m"))
+
+    return asyncio.run(run())
+
+
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+
+
+def endless(piece: bytes, every_s: float = 0.0) -> Callable[[asyncio.StreamWriter], Any]:
+    """A stream of the same bytes for ever."""
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM)
+        while True:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(every_s)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (
+            endless(b'data: {"choices": [{"delta": {"content": "on and "}}]}\n\n'),
+            "events, though max_tokens is 4: the server does not keep to it",
+        ),
+        (endless(b": ping\n\n", every_s=0.05), "silent for 0.5 s; the server hangs, or raise"),
+        (endless(b"x" * (1 << 20)), "an event of the stream is larger than 16 MiB"),
+    ],
+)
+def test_a_stream_that_never_ends_is_given_up(answer, expected: str):
+    async def act(client: Client, endpoint: Endpoint) -> Answer:
+        return await client.ask(endpoint, question(), sampling(4), None)
+
+    begun = time.monotonic()
+
+    assert expected in (with_raw_server(answer, act, idle_s=0.5).error or "")
+    assert time.monotonic() - begun < 30
+
+
+def test_comments_while_the_first_token_is_awaited_end_nothing():
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM)
+        for _ in range(4):
+            writer.write(b": ping\n\n")
+            await writer.drain()
+            await asyncio.sleep(0.05)
+        said = '{"choices": [{"delta": {"content": "Hi"}, "finish_reason": "stop"}]}'
+        writer.write(f"data: {said}\n\ndata: [DONE]\n\n".encode())
+        await writer.drain()
+
+    async def act(client: Client, endpoint: Endpoint) -> Answer:
+        return await client.ask(endpoint, question(), sampling(4), None)
+
+    found = with_raw_server(answer, act, idle_s=20.0)
+
+    assert (None, "Hi") == (found.error, found.text)
+
+
+def test_an_endless_page_is_not_read_into_memory():
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n")
+        while True:
+            writer.write(b"[" * (1 << 20))
+            await writer.drain()
+
+    async def act(client: Client, endpoint: Endpoint) -> tuple[int | None, str, str | None]:
+        return await client.get(endpoint, "/v1/models")
+
+    status, body, error = with_raw_server(answer, act)
+
+    assert (None, "") == (status, body)
+    assert "/v1/models is larger than 16 MiB" in (error or "")
+
+
+def test_what_is_not_http_is_said_to_be_so_in_one_short_line():
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\x00\xff" * 5000 + b"\r\n\r\n")
+        await writer.drain()
+
+    async def act(client: Client, endpoint: Endpoint) -> tuple[int | None, str, str | None]:
+        return await client.get(endpoint, "/v1/models")
+
+    error = with_raw_server(answer, act)[2] or ""
+
+    assert "answers something that is not HTTP" in error
+    assert len(error) < 400
+    assert "\n" not in error
+
+
+def test_a_servers_words_never_reach_the_terminal_as_commands():
+    answers = [
+        ask(MockReply(status=500, body="\x1b[31mred\x07 alert")),
+        ask(MockReply(chunks=[MockChunk(0, "a")], model="\x1b]0;title\x07")),
+    ]
+
+    assert "HTTP 500: \ufffd[31mred\ufffd alert" == answers[0].error
+    assert "\ufffd]0;title\ufffd" == answers[1].served_model
 
 
 def test_requests_say_everything_on_which_servers_have_different_defaults():

@@ -194,6 +194,17 @@ def test_ctrl_c_keeps_what_is_complete_says_how_to_go_on_and_ends_the_servers(
         assert [] == processes_with(arm.url.rpartition(":")[2])
 
 
+def test_ctrl_c_before_anything_was_measured_says_so(tmp_path: Path, capsys, monkeypatch):
+    async def interrupt(client: Client, concurrency: int) -> ClientProof:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "prove_client", interrupt)
+    words = ["--target", "off=http://h:1", "--target", "a=http://h:2"]
+
+    assert 130 == cli.main(["bench", *words, "--out", str(tmp_path / "run")])
+    assert capsys.readouterr().err.endswith("interrupted: nothing was measured yet\n")
+
+
 def processes_with(port: str) -> list[str]:
     """Command lines of living processes that end with this port."""
     found = []
@@ -241,6 +252,33 @@ def test_a_server_that_is_down_is_named(capsys, tmp_path: Path, proven):
     assert 3 == cli.main(["bench", *words])
     assert f"arm off: {url}: cannot be reached (Connection refused)" in capsys.readouterr().err
     assert not (tmp_path / "o" / "run.json").exists()
+
+
+def test_a_disk_that_fills_ends_the_run_with_what_is_kept_and_the_way_on(
+    tmp_path: Path, capsys, proven
+):
+    """A second run of the same command then measures what is missing."""
+    out = tmp_path / "run"
+    (out / "records").mkdir(parents=True)
+    chunks = [MockChunk(0.001, f"w{place} ") for place in range(20)]
+    flags = "--concurrency 1 --blocks 2 --aa-blocks 0 --requests 1 --max-prompts 8"
+    with servers(MockReply(chunks=chunks), MockReply(chunks=chunks)) as (off, ngram):
+        words = ["--target", f"off={off.url}", "--target", f"ngram={ngram.url}", *flags.split()]
+        words += ["--out", str(out)]
+        assert 2 == cli.main(["bench", *words])
+        (out / "records" / "0001-0.jsonl.gz").unlink()
+        (out / "records" / "0001-0.jsonl.gz.part").symlink_to("/dev/full")
+        capsys.readouterr()
+        status = cli.main(["bench", *words])
+        told = capsys.readouterr().err
+        again = cli.main(["bench", *words])
+
+    assert 3 == status
+    assert "No space left on device" in told
+    assert "stopped: 1 of 2 blocks are kept in " in told
+    assert "go on: outrider bench --target" in told
+    assert 2 == again
+    assert {0, 1} == {b.index for b in read_run(out).blocks if b.kind is BlockKind.MEASURE}
 
 
 def test_random_prompts_are_refused_unless_they_are_meant(capsys, tmp_path: Path):

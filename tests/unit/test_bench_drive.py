@@ -110,6 +110,15 @@ def test_a_failed_request_is_a_record_and_the_turn_goes_on():
     assert ["HTTP 500: no"] * 2 == [request.error for request in requests]
 
 
+def test_a_server_whose_first_answers_all_fail_is_not_asked_the_rest():
+    """Else each of them would wait for as long as a server may be silent."""
+    _, requests, asked = drive(ONE_USER, MockReply(status=500, body="dead"), 6)
+
+    assert 3 == len(asked) == len(requests)
+    assert {"HTTP 500: dead"} == {request.error for request in requests}
+    assert ["q0", "q1", "q2"] == [request.prompt_id for request in requests]
+
+
 def test_warm_up_runs_at_the_measured_load_on_questions_of_its_own():
     warm = warm_up_turn(turn(Load(LoadKind.CLOSED, 2)), 40)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from outrider.bench.records import (
     to_json,
 )
 from outrider.bench.store import RunFolder, complete_indices, read_run
-from outrider.errors import ParameterError, RecordError
+from outrider.errors import FailureError, ParameterError, RecordError
 from tests.bench_runs import block, request, run_record
 
 
@@ -172,6 +173,95 @@ def test_a_damaged_turn_is_named_with_what_to_do(tmp_path: Path):
         read_run(tmp_path)
 
 
+def flipped(data: bytes) -> bytes:
+    """Some bits in the middle of the compressed data are others."""
+    return data[:20] + bytes(byte ^ 0x55 for byte in data[20:60]) + data[60:]
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (flipped, r"is damaged \(Error -3 while decompressing"),
+        (lambda data: b"hello", r"is damaged \(Not a gzipped file"),
+        (lambda data: b"", r"is damaged \(it holds no request\)"),
+        (lambda data: gzip.compress(b"{}"), r"is damaged \(it holds no request\)"),
+        (lambda data: gzip.compress(b"{}\n{}"), "line 1: is no BlockRecord"),
+    ],
+)
+def test_bytes_that_are_no_turn_any_more_are_named_with_what_to_do(
+    tmp_path: Path, damage, expected: str
+):
+    folder = RunFolder(tmp_path)
+    folder.create(run_record("off", "ngram"))
+    folder.write_turn(block("off", 0, 0, BlockKind.WARMUP), [request("off", 0, 0)])
+    file = tmp_path / "records" / "0000-0.jsonl.gz"
+    file.write_bytes(damage(file.read_bytes()))
+
+    with pytest.raises(RecordError, match=r"0000-0\.jsonl\.gz.*" + expected):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("turn", "changed", "expected"),
+    [
+        (block("other", 0, 0), {"arm": "other"}, "other at 1 user is no part of the run"),
+        (block("off", 0, 0), {"arm": "ngram"}, "line 2 belongs to another turn"),
+        (block("off", 0, 0), {"block": 7}, "line 2 belongs to another turn"),
+        (block("off", 0, 0), {"load": Load(LoadKind.CLOSED, 2)}, "line 2 belongs to another"),
+        (block("off", 0, 0), {"sent_s": 0.5}, "line 2 has times or counts that cannot be"),
+        (
+            block("off", 0, 0),
+            {"chunks": request("off", 0, 0).chunks[::-1]},
+            "line 2 has times or counts",
+        ),
+        (block("off", 0, 0), {"completion_tokens": -1}, "line 2 has times or counts"),
+    ],
+)
+def test_a_turn_that_cannot_have_been_measured_is_damaged(tmp_path: Path, turn, changed, expected):
+    folder = RunFolder(tmp_path)
+    folder.create(run_record("off", "ngram"))
+    wrong = dataclasses.replace(request("off", 0, 0), **changed)
+    folder.write_turn(dataclasses.replace(turn, kind=BlockKind.WARMUP), [wrong])
+
+    with pytest.raises(RecordError, match=rf"is damaged \({expected}"):
+        read_run(tmp_path)
+
+
+def test_a_turn_under_another_turns_name_is_damaged(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    folder.create(run_record("off", "ngram"))
+    folder.write_turn(block("off", 0, 0, BlockKind.WARMUP), [request("off", 0, 0)])
+    (tmp_path / "records" / "0000-0.jsonl.gz").rename(tmp_path / "records" / "0003-0.jsonl.gz")
+
+    with pytest.raises(RecordError, match="it holds turn 0-0"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize(("baselines", "named"), [((), "none"), ((0, 1), "off and ngram")])
+def test_a_run_has_one_baseline(tmp_path: Path, baselines, named: str):
+    run = run_record("off", "ngram")
+    arms = [dataclasses.replace(arm, is_baseline=i in baselines) for i, arm in enumerate(run.arms)]
+    RunFolder(tmp_path).create(dataclasses.replace(run, arms=tuple(arms)))
+
+    with pytest.raises(RecordError, match=rf"one arm must be the baseline, not {named}; bring"):
+        read_run(tmp_path)
+
+
+def test_a_full_disk_keeps_what_is_complete_and_says_how_to_go_on(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    folder.create(run_record("off", "ngram"))
+    folder.write_turn(block("off", 0, 0, BlockKind.WARMUP), [request("off", 0, 0)])
+    full = tmp_path / "records" / "0001-0.jsonl.gz.part"
+    full.symlink_to("/dev/full")
+
+    with pytest.raises(FailureError, match=r"0001-0.*No space left.*run the same command again"):
+        folder.write_turn(block("off", 1, 0, BlockKind.WARMUP), [request("off", 1, 0)])
+    assert [0] == [each.index for each in read_run(tmp_path).blocks]
+    assert not full.is_symlink(), "what was half written is gone"
+    folder.write_turn(block("off", 1, 0, BlockKind.WARMUP), [request("off", 1, 0)])
+    assert {0, 1} == {each.index for each in read_run(tmp_path).blocks}
+
+
 def test_records_of_another_schema_version_are_refused(tmp_path: Path):
     RunFolder(tmp_path).create(dataclasses.replace(run_record("off", "a"), schema_version=99))
 
@@ -197,6 +287,16 @@ def test_a_run_never_writes_among_other_peoples_files(tmp_path: Path, is_file: b
         with pytest.raises(ParameterError, match="is no run that can be resumed"):
             use()
     assert not (out / "run.json").exists()
+
+
+def test_a_name_that_no_folder_can_have_is_refused_as_any_other(tmp_path: Path):
+    path = tmp_path / ("a" * 300)
+
+    assert not RunFolder(path).holds_run()
+    with pytest.raises(ParameterError, match=r"cannot be written \(File name too long\)"):
+        RunFolder(path).check()
+    with pytest.raises(RecordError, match=r"holds no run\.json"):
+        read_run(path)
 
 
 def test_the_logs_of_servers_may_come_before_the_run(tmp_path: Path):

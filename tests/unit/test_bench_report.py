@@ -15,7 +15,14 @@ from rich.console import Console
 
 from outrider.bench.judgement import Judgement, judge
 from outrider.bench.plan import Plan, make_plan
-from outrider.bench.records import Load, LoadKind, MetricsSnapshot, RunData, SpeculativeCounts
+from outrider.bench.records import (
+    ClientProof,
+    Load,
+    LoadKind,
+    MetricsSnapshot,
+    RunData,
+    SpeculativeCounts,
+)
 from outrider.bench.reference import base_method, published_figures
 from outrider.errors import FailureError
 from outrider.report.charts import charts
@@ -26,10 +33,12 @@ from outrider.report.summary import SCHEMA_VERSION, requests_csv, summary, summa
 from outrider.report.tables import (
     acceptance_table,
     category_table,
+    conditions_tables,
     contrast_table,
     latency_table,
     power_table,
     published_table,
+    run_table,
     verdict_table,
 )
 from tests.scripted import ScriptedArm, change_blocks, change_requests, counters, scripted_run
@@ -177,6 +186,66 @@ def test_every_chart_is_drawn_with_its_conditions(judgement: Judgement):
         assert chart.svg.startswith("<svg")
         for condition in ("#0123456789ab", "greedy, at most 48 tokens", "outrider 1.0", "a test"):
             assert condition in chart.caption, chart.title
+
+
+def test_conditions_that_all_methods_share_are_told_once(judgement: Judgement):
+    shared, apart = conditions_tables(judgement)
+
+    rows = dict(shared.rows)
+    assert "a test, 2 cores, 3 GiB memory" == rows["machine"]
+    assert "greedy, at most 48 tokens" == rows["sampling"]
+    assert ("method", "draft") == apart.columns
+    assert ["ngram", "eagle3"] == [row[0] for row in apart.rows]
+    assert not {"load", "blocks"} & {*rows, *apart.columns}
+
+
+def test_the_run_says_machine_versions_and_client_in_words(judgement: Judgement):
+    run = replace(
+        judgement.data.run,
+        machine={
+            "processor": "AMD EPYC",
+            "num_cores": 2,
+            "governor": "performance",
+            "load_average": [0.5, 0.25, 0.0],
+            "gpus": [{"name": "H200", "power.limit": "700 W"}],
+        },
+        client=ClientProof(4, 99, 0.0001, 0.0015, 20000.0, True),
+    )
+    told = dict(run_table(replace(judgement, data=replace(judgement.data, run=run))).rows)
+
+    assert "1 December 2026, 10:00 UTC" == told["begun"]
+    assert "AMD EPYC, 2 cores, H200" == told["client's machine"]
+    assert "performance" == told["governor"]
+    assert "0.5, 0.25, 0.0" == told["load before (1, 5, 15 min)"]
+    assert "name H200, power.limit 700 W" == told["GPUs"]
+    assert "outrider 0.1.0" == told["versions"]
+    assert "at 4 at once it saw a mock server's gaps with an error of 1.5 ms" in told["client"]
+    assert "not tested before the run" == dict(run_table(judgement).rows)["client"]
+
+
+def test_what_is_not_drawn_is_listed_with_its_reason():
+    told = judge(change_requests(small(), lambda r: replace(r, speculative=None)))
+    text = page(told)
+
+    assert "Not drawn, and why" in text
+    assert "<li>Acceptance by position. Unavailable: no server tells.</li>" in text
+    assert text.count("<figure>") == sum(chart.svg is not None for chart in charts(told))
+
+
+def test_one_wide_interval_does_not_press_the_others_flat(judgement: Judgement):
+    """A noisy method's interval spans a factor of tens; then ratios are drawn by logarithm."""
+    arms = [
+        ScriptedArm("off", 0.010, noise=0.01),
+        ScriptedArm("eagle3", 0.011, tokens_per_step=2, noise=1.6),
+    ]
+    wide = charts(judge(scripted_run(arms)))[0].svg or ""
+    narrow = charts(judgement)[0].svg or ""
+    low, high = (judge(scripted_run(arms)).cells[0].speedup.point()[k] for k in (1, 2))
+
+    assert high > 4 * low
+    marks = [float(text) for text in re.findall(r">(\d+(?:\.\d+)?)</text>", wide)]
+    assert {0.5, 1.0, 2.0, 5.0} <= set(marks), "steps of a logarithm"
+    assert ">5</text>" not in narrow
 
 
 def test_the_page_adapts_to_its_width_and_to_paper(html: str):

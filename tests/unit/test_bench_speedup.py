@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from outrider.bench.judgement import judge
-from outrider.bench.speedup import Speedup
+from outrider.bench.speedup import Speedup, conditions_of, machine_text
 from outrider.bench.statistics import RatioInterval
+from tests.bench_runs import ONE_USER, run_record
 from tests.scripted import ScriptedArm, scripted_run
 
 
@@ -72,8 +74,76 @@ def test_json_carries_every_condition(speedup: Speedup):
 def test_a_table_of_conditions_names_all_of_them(speedup: Speedup):
     rows = dict(speedup.conditions.rows)
 
-    assert "max_draft_len=4" == rows["settings"]
+    assert "max_draft_len 4" == rows["settings"]
     assert "greedy, at most 48 tokens" == rows["sampling"]
-    assert "processor a test, cores 2" == rows["machine"]
+    assert "a test, 2 cores, 3 GiB memory" == rows["machine"]
     assert "exact by self-test (scripted)" == rows["losslessness"]
     assert "6" == rows["blocks"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [
+        ({}, "unknown"),
+        ({"num_cores": 1}, "1 core"),
+        ({"num_cores": 8, "num_usable_cores": 2}, "2 of 8 cores"),
+        (
+            {
+                "processor": "AMD EPYC",
+                "num_cores": 2,
+                "num_usable_cores": 2,
+                "memory_bytes": 25276502016,
+                "system": "Linux 6.18",
+                "load_average": [0.1, 0.2, 0.3],
+            },
+            "AMD EPYC, 2 cores, 23.5 GiB memory",
+        ),
+        (
+            {"processor": "Xeon", "gpus": [{"name": "H200"}, {"name": "H200"}, {"name": "T4"}]},
+            "Xeon, 2 x H200, T4",
+        ),
+    ],
+)
+def test_a_machine_is_said_as_a_person_would(machine, expected: str):
+    assert expected == machine_text(machine)
+
+
+def conditions(url: str, **speculation: object):
+    """Those of an arm at this address with these settings."""
+    run = run_record("off", "fast")
+    arm = replace(run.arms[1], url=url, speculation=speculation)
+    return conditions_of(run, arm, ONE_USER, num_blocks=6, prompt_len=None, output_len=None)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+def test_a_server_on_this_machine_has_its_conditions(host: str):
+    assert "2 cores" == conditions(f"http://{host}:8000").machine
+
+
+def test_of_a_server_elsewhere_the_machine_is_not_known():
+    told = conditions("http://gpu.example:8000").machine
+
+    assert "that of http://gpu.example:8000, unknown here (client: 2 cores)" == told
+
+
+@pytest.mark.parametrize(
+    ("speculation", "expected"),
+    [
+        ({"method": "eagle3", "head": "my-head"}, "my-head"),
+        ({"method": "eagle3", "head": None}, "the eagle3 head that ships for the target"),
+        (
+            {"method": "mtp", "with_ngram": True},
+            "the mtp head that ships for the target, and n-gram",
+        ),
+        ({"method": "ngram"}, "none; words of prompt and answer that came before"),
+        ({}, "as the server named fast was started"),
+    ],
+)
+def test_the_draft_is_named_as_far_as_it_is_known(speculation, expected: str):
+    assert expected == conditions("http://127.0.0.1:1", **speculation).draft
+
+
+def test_switches_are_said_as_yes_and_no_and_the_method_once():
+    rows = dict(conditions("http://127.0.0.1:1", method="ngram", adaptive=True, tree=False).rows)
+
+    assert "adaptive yes, tree no" == rows["settings"]

@@ -334,6 +334,16 @@ def test_thresholds_are_those_kept_with_the_run():
     assert ServiceLevel(ttft_s=0.2) == JudgeSettings.from_run(other.run).level
 
 
+@pytest.mark.parametrize(("planned", "num_remarks"), [(8, 0), (12, 1)])
+def test_a_verdict_before_the_runs_end_says_that_it_is_one(planned: int, num_remarks: int):
+    settings = {"num_blocks": planned}
+    told = judge(scripted_run([BASE, arm(1.4)], [ONE], num_blocks=8, settings=settings))
+
+    assert Verdict.GO is told.verdict
+    assert num_remarks == len(told.remarks)
+    assert all("not complete: blocks measured are 8 of 12 at 1 user" in r for r in told.remarks)
+
+
 @pytest.mark.parametrize(
     ("judging", "message"),
     [
@@ -341,6 +351,9 @@ def test_thresholds_are_those_kept_with_the_run():
         ({"confidence": 0.2}, r"confidence: 0.2 is outside"),
         ({"min_blocks": 3}, "min_blocks: 3 is below 6"),
         ({"slo": 1}, "judging: slo is not one of"),
+        ({"margin": "much"}, "judging: margin: 'much' is not a number"),
+        ({"slo_ttft_ms": "200"}, "judging: slo_ttft_ms: '200' is not a number"),
+        (["margin"], "judging: .* is not an object of thresholds by name"),
     ],
 )
 def test_thresholds_that_cannot_be_are_refused(judging, message):

@@ -34,12 +34,18 @@ def test_the_bundled_prompts_come_one_of_each_category_in_turn():
     workload = load_workload(None, ALL)
     num_categories = len(workload.record.categories)
 
-    assert "bundled" == workload.record.source
+    assert "the bundled set" == workload.record.source
     assert len(workload.questions) == workload.record.num_prompts
     for start in range(0, 3 * num_categories, num_categories):
         stretch = workload.questions[start : start + num_categories]
         assert num_categories == len({question.category for question in stretch})
     assert not workload.record.is_random
+
+
+def test_a_set_is_named_by_its_file_and_not_by_whose_folder_that_is_in(tmp_path: Path):
+    path = file_of(tmp_path, {"prompt": "Hi"})
+
+    assert path.name == load_workload(path, ALL).record.source
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,14 @@ import aiohttp
 import orjson
 
 from outrider.bench.records import Answer, MetricsSnapshot, SamplingRecord
-from outrider.bench.sse import AnswerReader, EventParser, StreamError
+from outrider.bench.sse import AnswerReader, EventParser, StreamError, printable
 from outrider.bench.workloads import Question
 
 IDLE_S = 120.0  # silence after which a server counts as hung
 CONNECT_S = 10.0
+_MAX_PAGE_BYTES = 16 << 20
+# An answer has an event per chunk and a few more; one that has far more will never end.
+_FREE_EVENTS, _EVENTS_PER_TOKEN = 64, 4
 _READ_BYTES = 1 << 18  # large enough that a burst of chunks never waits for a second read
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*(?:\{.*\})?)\s+(\S+)(?:\s+-?\d+)?$")
 
@@ -107,10 +110,11 @@ class Client:
                 headers_s, status = self.clock(), response.status
                 error = await self._refusal(response)
                 if error is None:
-                    await self._read(response, reader)
+                    await self._read(response, reader, sampling.max_tokens)
                     error = _unfinished(reader)
         except (aiohttp.ClientError, OSError, TimeoutError, StreamError) as problem:
-            error = _words(problem, endpoint.url, self._idle_s)
+            advice = "the server hangs, or raise --timeout"
+            error = _words(problem, endpoint.url, self._idle_s, advice)
         ended_s = self.clock()
         chunks, source = reader.chunks()
         return Answer(
@@ -138,9 +142,9 @@ class Client:
                 headers=endpoint.headers(),
                 timeout=aiohttp.ClientTimeout(total=CONNECT_S),
             ) as response:
-                return response.status, await response.text(errors="replace"), None
-        except (aiohttp.ClientError, OSError, TimeoutError) as problem:
-            return None, "", _words(problem, endpoint.url, CONNECT_S)
+                return response.status, await _page(response), None
+        except (aiohttp.ClientError, OSError, TimeoutError, StreamError) as problem:
+            return None, "", _words(problem, endpoint.url, CONNECT_S, "the server hangs")
 
     async def metrics(self, endpoint: Endpoint) -> MetricsSnapshot | None:
         """The server's counters now; None where it has none to show."""
@@ -148,21 +152,37 @@ class Client:
         samples = parse_metrics(page) if status == 200 else {}
         return MetricsSnapshot(self.clock(), samples) if samples else None
 
-    async def _read(self, response: aiohttp.ClientResponse, reader: AnswerReader) -> None:
-        parser = EventParser()
+    async def _read(
+        self, response: aiohttp.ClientResponse, reader: AnswerReader, max_tokens: int
+    ) -> None:
+        """The events up to the last; comments, which keep a connection alive, are no sign of life.
+
+        Raises:
+            StreamError: far more events than ``max_tokens`` could need.
+            TimeoutError: no event for as long as the server may be silent.
+        """
+        parser, num_events, heard_s = EventParser(), 0, self.clock()
         async for data in response.content.iter_any():
             at_s = self.clock()
             for event in parser.feed(data):
                 reader.feed(event, at_s)
+                num_events, heard_s = num_events + 1, at_s
             if reader.is_done:
                 return
+            if num_events > _FREE_EVENTS + _EVENTS_PER_TOKEN * max_tokens:
+                raise StreamError(
+                    f"the stream goes on after {num_events} events, though max_tokens is "
+                    f"{max_tokens}: the server does not keep to it"
+                )
+            if at_s - heard_s > self._idle_s:
+                raise TimeoutError
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> str | None:
         """Why this response is no stream, if it is none."""
         kind = response.content_type
         if response.status != 200:
             body = (await response.content.read(4096)).decode("utf-8", "replace")
-            return f"HTTP {response.status}: {_one_line(body) or response.reason}"
+            return f"HTTP {response.status}: {_one_line(body) or _one_line(response.reason or '')}"
         if kind != "text/event-stream":
             body = (await response.content.read(4096)).decode("utf-8", "replace")
             return (
@@ -254,7 +274,25 @@ def parse_metrics(page: str) -> Mapping[str, float]:
     return samples
 
 
-def _words(problem: Exception, url: str, silent_s: float) -> str:
+async def _page(response: aiohttp.ClientResponse) -> str:
+    """The text of a page.
+
+    Raises:
+        StreamError: it is larger than any page that we ask for can be.
+    """
+    parts, num_bytes = [], 0
+    async for data in response.content.iter_any():
+        parts.append(data)
+        num_bytes += len(data)
+        if num_bytes > _MAX_PAGE_BYTES:
+            raise StreamError(
+                f"{response.url} is larger than {_MAX_PAGE_BYTES >> 20} MiB; give the address of "
+                "an OpenAI-compatible server"
+            )
+    return b"".join(parts).decode("utf-8", "replace")
+
+
+def _words(problem: Exception, url: str, silent_s: float, advice: str) -> str:
     """What went wrong, for people; ``silent_s`` is how long the server was waited for."""
     if isinstance(problem, StreamError):
         return str(problem)
@@ -262,7 +300,7 @@ def _words(problem: Exception, url: str, silent_s: float) -> str:
     if isinstance(problem, aiohttp.ConnectionTimeoutError):
         return f"{url}: no connection within {CONNECT_S:g} s"
     if isinstance(problem, TimeoutError):
-        return f"{url}: silent for {silent_s:g} s; the server hangs, or raise --timeout"
+        return f"{url}: silent for {silent_s:g} s; {advice}"
     if isinstance(problem, aiohttp.ClientConnectorError):
         # asyncio puts its own words into strerror; the number says what the system meant.
         number = problem.os_error.errno
@@ -270,7 +308,9 @@ def _words(problem: Exception, url: str, silent_s: float) -> str:
         return f"{url}: cannot be reached ({reason})"
     if isinstance(problem, aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError):
         return f"{url}: dropped the connection in the middle of an answer"
-    return f"{url}: {type(problem).__name__}: {problem}"
+    if isinstance(problem, aiohttp.ClientResponseError):
+        return f"{url}: answers something that is not HTTP ({_one_line(problem.message)})"
+    return f"{url}: {type(problem).__name__}: {_one_line(str(problem))}"
 
 
 def _unfinished(reader: AnswerReader) -> str | None:
@@ -283,4 +323,4 @@ def _unfinished(reader: AnswerReader) -> str | None:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())[:200]
+    return printable(text[:1000])[:200]

@@ -23,6 +23,7 @@ from outrider.bench.records import (
 from outrider.bench.schedule import arrival_times
 from outrider.bench.workloads import Question
 
+_MIN_FAILED = 3  # answers, without a sound one, after which a server is not waited for any longer
 _Ask = Callable[[int, Question, float], Coroutine[Any, Any, RequestRecord]]
 
 
@@ -37,6 +38,7 @@ async def run_turn(
 ) -> tuple[BlockRecord, tuple[RequestRecord, ...]]:
     """Ask all questions under the turn's load; the records in the order of the questions.
 
+    A closed load gives up a server of which the first answers all failed: fewer records then.
     Question ``i`` uses the sampling's seed plus ``i``. A load's arrivals depend on
     ``arrival_seed`` and the block, not on the arm.
     """
@@ -107,11 +109,13 @@ async def _closed(
         for index, question in waiting:  # shared: whoever is free takes the next one
             done[index] = await ask(index, question, due_s)
             due_s = done[index].ended_s
+            if len(done) >= _MIN_FAILED and all(r.error is not None for r in done.values()):
+                return
 
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):
             group.create_task(slot())
-    return tuple(done[index] for index in range(len(questions)))
+    return tuple(done[index] for index in sorted(done))
 
 
 async def _open(

@@ -199,6 +199,8 @@ def judge(data: RunData, settings: JudgeSettings | None = None) -> Judgement:
             "resume it with the command that began it"
         )
     verdict, remarks = _overall(cells, settings)
+    if verdict in (Verdict.GO, Verdict.NO_GO):
+        remarks += _missing_blocks(data, cells)
     chosen = choose(cells, settings) if verdict is Verdict.GO else None
     others = [arm for arm in data.run.arms if not arm.is_baseline]
     return Judgement(
@@ -274,6 +276,21 @@ def _overall(cells: Sequence[Cell], settings: JudgeSettings) -> tuple[Verdict, l
     if all(cell.verdict is Verdict.NO_GO for cell in cells):
         return Verdict.NO_GO, []
     return Verdict.INCONCLUSIVE, []
+
+
+def _missing_blocks(data: RunData, cells: Sequence[Cell]) -> list[str]:
+    """That a run was judged before its end: who stops when it looks good finds chance."""
+    planned = data.run.settings.get("num_blocks")
+    there = dict.fromkeys(data.run.loads, 0)
+    for cell in cells:
+        there[cell.load] = max(there[cell.load], len(cell.sides.baseline))
+    short = [f"{n} of {planned} at {load.text}" for load, n in there.items() if n < (planned or 0)]
+    if not short:
+        return []
+    return [
+        f"the run is not complete: blocks measured are {', '.join(short)}; a verdict that is read "
+        "before the end is right less often than its intervals say, so run the same command again"
+    ]
 
 
 def _break_even(arm: ArmRecord, cells: Sequence[Cell]) -> BreakEven | None:

@@ -16,6 +16,7 @@ import orjson
 from outrider.bench.client import Client, Endpoint
 from outrider.bench.environment import API_KEY
 from outrider.bench.records import Answer, Losslessness, SamplingRecord
+from outrider.bench.sse import printable
 from outrider.bench.workloads import Question
 from outrider.errors import EndpointError
 
@@ -54,7 +55,7 @@ async def probe(
     endpoint = replace(endpoint, model=str(row["id"]))
     endpoint = await _streaming(client, arm, endpoint, question, sampling)
     about = await _about(client, endpoint)
-    fingerprint = str(about.get("fingerprint", ""))
+    fingerprint = printable(str(about.get("fingerprint", "")))
     level = _LEVEL.search(fingerprint)
     precision = _PRECISION.search(fingerprint)
     engine = row.get("owned_by")
@@ -62,8 +63,8 @@ async def probe(
     is_exact = engine == "outrider" and level is not None and level[1] == _EXACT_LEVEL
     return Probed(
         endpoint=endpoint,
-        engine=str(engine) if engine else None,
-        engine_version=str(version) if version else None,
+        engine=printable(str(engine)) if engine else None,
+        engine_version=printable(str(version)) if version else None,
         precision=precision[1] if precision else None,
         losslessness=Losslessness.EXACT if is_exact else Losslessness.NOT_AUDITED,
         losslessness_detail=fingerprint if level else "the server says nothing about exactness",
@@ -81,20 +82,20 @@ async def _model(client: Client, arm: str, endpoint: Endpoint) -> Mapping[str, A
         raise EndpointError(f"{where} wants a key (HTTP {status}); set {API_KEY}")
     rows = _json(body).get("data") if status == 200 else None
     if not isinstance(rows, list):
-        shown = " ".join(body.split())[:120]
+        shown = printable(body[:1000])[:120]
         raise EndpointError(
             f"{where} answers HTTP {status} and no list of models ({shown!r}); give the address of "
             "an OpenAI-compatible server, without /v1"
         )
     served = [row for row in rows if isinstance(row, Mapping) and isinstance(row.get("id"), str)]
-    names = [row["id"] for row in served]
+    names = [printable(row["id"]) for row in served]
     if endpoint.model:
-        if endpoint.model not in names:
+        if endpoint.model not in {row["id"] for row in served}:
             raise EndpointError(
                 f"{where} serves {', '.join(names) or 'nothing'} and not {endpoint.model!r}; give "
                 "one of them with --served-model"
             )
-        return served[names.index(endpoint.model)]
+        return next(row for row in served if row["id"] == endpoint.model)
     if len(served) != 1:
         raise EndpointError(
             f"{where} serves {', '.join(names) or 'nothing'}; choose one with --served-model"
@@ -119,7 +120,8 @@ async def _streaming(
             break  # nothing to do with what was asked for: it hangs, drops, or is no such server
     if answer.error is not None:
         hint = "; leave out --ignore-eos" if "ignore_eos" in answer.error else ""
-        raise EndpointError(f"arm {arm}: {endpoint.url}: {answer.error}{hint}")
+        where = "" if answer.error.startswith(endpoint.url) else f"{endpoint.url}: "
+        raise EndpointError(f"arm {arm}: {where}{answer.error}{hint}")
     raise EndpointError(
         f"arm {arm}: {endpoint.url} streams without usage though stream_options.include_usage "
         "asks for it, so no token can be counted; use a server that reports usage"

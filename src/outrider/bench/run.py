@@ -162,6 +162,7 @@ async def run_bench(
         ParameterError: ``out`` holds another run, or something else.
         EndpointError: the client is the bottleneck, or a server cannot be measured; what is
             complete by then stays.
+        FailureError: ``out`` cannot be written; what is complete by then stays.
     """
     folder = RunFolder(out)
     earlier = read_run(out) if folder.holds_run() else None

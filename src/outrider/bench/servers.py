@@ -18,12 +18,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 from outrider.bench import guardian
 from outrider.bench.arms import PORT
 from outrider.bench.client import Client, Endpoint
-from outrider.errors import EndpointError
+from outrider.errors import EndpointError, FailureError
 
 _POLL_S = 0.25
 _STOP_S = 20.0
@@ -54,7 +54,7 @@ class Server:
                 f"arm {self.arm}: {shlex.join(self.command)} cannot be started: there is no "
                 f"program {self.command[0]}"
             )
-        with self._log.open("ab") as log:
+        with self._open_log() as log:
             self._process = await asyncio.create_subprocess_exec(
                 # Isolated and without site-packages: it needs neither, and starts in no time.
                 *(sys.executable, "-I", "-S", guardian.__file__, *self.command),
@@ -65,6 +65,12 @@ class Server:
                 start_new_session=True,
             )
         return self
+
+    def _open_log(self) -> BinaryIO:
+        try:
+            return self._log.open("ab")
+        except OSError as problem:
+            raise FailureError(f"{self._log}: cannot be written ({problem.strerror})") from None
 
     async def __aexit__(
         self,

@@ -8,13 +8,17 @@ hold this. A bare multiplier is a type error here, not a convention.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 from outrider.bench.records import ArmRecord, Load, Losslessness, RunRecord
 from outrider.bench.statistics import RatioInterval
+from outrider.config import METHODS_WITH_HEAD, Method
 
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOSSLESS_WORDS = {
     Losslessness.EXACT: "exact by self-test",
     Losslessness.AUDITED: "audited",
@@ -61,7 +65,11 @@ class Conditions:
             "unknown" if length is None else f"{length:g} tokens"
             for length in (self.prompt_len, self.output_len)
         ]
-        settings = ", ".join(f"{name}={value}" for name, value in self.speculation.items())
+        settings = ", ".join(
+            _setting_text(name, value)
+            for name, value in self.speculation.items()
+            if name != "method"
+        )
         return [
             ("target", self.target),
             ("method", self.method),
@@ -181,11 +189,10 @@ def conditions_of(
     parts += [f"at most {sampling.max_tokens} tokens"]
     parts += ["past the end of sequence"] * sampling.ignore_eos
     settings = {name: value for name, value in arm.speculation.items() if value is not None}
-    head = next((settings[key] for key in ("head", "draft", "model") if key in settings), None)
     return Conditions(
         target=arm.model,
         method=arm.name,
-        draft=str(head) if head is not None else f"that of {arm.method}",
+        draft=_draft_text(arm, settings),
         speculation=settings,
         baseline=run.baseline.name,
         sampling=", ".join(parts),
@@ -195,7 +202,7 @@ def conditions_of(
         prompt_len=prompt_len,
         output_len=output_len,
         load=load,
-        machine=machine_text(run.machine),
+        machine=_where_served(arm, run.machine),
         precision=arm.precision or "unknown",
         engine=arm.engine or "unknown engine",
         engine_version=arm.engine_version or "of unknown version",
@@ -206,8 +213,53 @@ def conditions_of(
 
 
 def machine_text(machine: Mapping[str, Any]) -> str:
-    """The machine in one line: its plain values, those that say most first."""
-    first = [key for key in ("processor", "gpu", "cores", "memory") if key in machine]
-    plain = [key for key in machine if isinstance(machine[key], (str, int, float))]
-    keys = list(dict.fromkeys([*first, *plain]))[:6]
-    return ", ".join(f"{key} {machine[key]}" for key in keys) or "unknown"
+    """The machine as a person would say it: ``AMD EPYC, 2 cores, 23.5 GiB memory``."""
+    names = [str(gpu.get("name", "GPU")) for gpu in machine.get("gpus", ())]
+    cards = [
+        name if count == 1 else f"{count} x {name}"
+        for name, count in sorted(Counter(names).items())
+    ]
+    parts = [machine.get("processor"), _cores_text(machine), _memory_text(machine), *cards]
+    return ", ".join(str(part) for part in parts if part) or "unknown"
+
+
+def _cores_text(machine: Mapping[str, Any]) -> str:
+    """``2 cores``, or ``2 of 8 cores`` where a run may not use all."""
+    all_cores = machine.get("num_cores")
+    usable = machine.get("num_usable_cores", all_cores)
+    if not usable:
+        return ""
+    share = f"{usable} of {all_cores}" if all_cores and usable != all_cores else str(usable)
+    return f"{share} {'core' if share == '1' else 'cores'}"
+
+
+def _memory_text(machine: Mapping[str, Any]) -> str:
+    num_bytes = machine.get("memory_bytes")
+    return f"{num_bytes / 2**30:.3g} GiB memory" if num_bytes else ""
+
+
+def _where_served(arm: ArmRecord, machine: Mapping[str, Any]) -> str:
+    """The server's machine, which is the client's only where the address is this machine's."""
+    here = machine_text(machine)
+    if urlsplit(arm.url).hostname in _LOOPBACK:
+        return here
+    return f"that of {arm.url}, unknown here (client: {here})"
+
+
+def _draft_text(arm: ArmRecord, settings: Mapping[str, Any]) -> str:
+    """What proposes tokens, as far as it is known."""
+    named = next((settings[key] for key in ("head", "draft", "model") if key in settings), None)
+    if named is not None:
+        return str(named)
+    drafter = str(settings.get("method", ""))
+    if drafter == Method.NGRAM:
+        return "none; words of prompt and answer that came before"
+    if drafter in METHODS_WITH_HEAD:
+        words = f"the {drafter} head that ships for the target"
+        return f"{words}, and n-gram" if settings.get("with_ngram") else words
+    return f"as the server named {arm.name} was started"
+
+
+def _setting_text(name: str, value: object) -> str:
+    """``max_draft_len 5``; switches say yes or no."""
+    return f"{name} {('no', 'yes')[value] if isinstance(value, bool) else value}"

@@ -27,8 +27,9 @@ class EventParser:
     """Cuts a byte stream into the data of its events (WHATWG HTML, section 9.2)."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest: list[bytes] = []  # of a line whose end has not come yet
         self._data: list[bytes] = []
+        self._num_rest = 0  # bytes of it; joined only at its end, however many pieces it came in
 
     def feed(self, data: bytes) -> list[bytes]:
         """The events that these bytes complete.
@@ -36,17 +37,19 @@ class EventParser:
         Raises:
             StreamError: an event is larger than any answer's piece can be.
         """
-        lines = (self._rest + data).split(b"\n")
-        self._rest = lines.pop()
+        first, *others = data.split(b"\n")
+        self._rest.append(first)
+        self._num_rest += len(first)
         events = []
-        for line in lines:
-            text = line.removesuffix(b"\r")
+        for after in others:
+            text = b"".join(self._rest).removesuffix(b"\r")
+            self._rest, self._num_rest = [after], len(after)
             if text.startswith(b"data:"):
                 self._data.append(text[5:].removeprefix(b" "))
             elif not text and self._data:
                 events.append(b"\n".join(self._data))
                 self._data = []
-        if len(self._rest) + sum(map(len, self._data)) > MAX_EVENT_BYTES:
+        if self._num_rest + sum(map(len, self._data)) > MAX_EVENT_BYTES:
             raise StreamError(f"an event of the stream is larger than {MAX_EVENT_BYTES >> 20} MiB")
         return events
 
@@ -106,7 +109,7 @@ class AnswerReader:
         if row.get("error"):
             raise StreamError(f"the server reports: {_error_text(row['error'])}")
         if isinstance(row.get("model"), str):
-            self.served_model = row["model"]
+            self.served_model = printable(row["model"])
         usage = self._usage(row.get("usage"))
         self._speculation(row)
         choices = row.get("choices")
@@ -232,7 +235,12 @@ def _is_count(value: object) -> bool:
 
 def _error_text(error: object) -> str:
     message = error.get("message") if isinstance(error, Mapping) else error
-    return str(message)[:300]
+    return printable(str(message)[:300])
+
+
+def printable(text: str) -> str:
+    """A server's words on one line, without anything that a terminal would obey."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in " ".join(text.split()))
 
 
 def _excerpt(data: bytes) -> str:

@@ -14,11 +14,15 @@ there. An index counts once all its positions are there: a comparison with one s
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import math
 import os
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from outrider.bench.records import (
@@ -31,7 +35,7 @@ from outrider.bench.records import (
     from_json,
     to_json,
 )
-from outrider.errors import ParameterError, RecordError
+from outrider.errors import FailureError, ParameterError, RecordError
 
 RUN_FILE, RECORDS, SERVERS = "run.json", "records", "servers"
 _TURN = re.compile(r"(\d+)-(\d+)\.jsonl\.gz")
@@ -49,12 +53,12 @@ class RunFolder:
         Raises:
             ParameterError: it holds something else, or cannot be written.
         """
-        if self.path.exists() and (not self.path.is_dir() or any(self._foreign())):
-            raise ParameterError(
-                f"--out: {self.path} is there already and is no run that can be resumed; give a "
-                "new folder"
-            )
         try:
+            if self.path.exists() and (not self.path.is_dir() or any(self._foreign())):
+                raise ParameterError(
+                    f"--out: {self.path} is there already and is no run that can be resumed; give "
+                    "a new folder"
+                )
             for name in (RECORDS, SERVERS):
                 (self.path / name).mkdir(parents=True, exist_ok=True)
         except OSError as problem:
@@ -67,20 +71,25 @@ class RunFolder:
 
         Raises:
             ParameterError: as :meth:`check`.
+            FailureError: it cannot be written after all.
         """
         self.check()
         _write(self.path / RUN_FILE, to_json(run))
 
     def holds_run(self) -> bool:
         """Whether a run was begun here."""
-        return (self.path / RUN_FILE).is_file()
+        return _is_file(self.path / RUN_FILE)
 
     def log(self, arm: str) -> Path:
         """Where a started server's output goes."""
         return self.path / SERVERS / f"{re.sub(r'[^A-Za-z0-9.+_-]', '_', arm)}.log"
 
     def write_turn(self, block: BlockRecord, requests: Sequence[RequestRecord]) -> None:
-        """Keep one arm's turn; a file of the same turn from an interrupted attempt is replaced."""
+        """Keep one arm's turn; a file of the same turn from an interrupted attempt is replaced.
+
+        Raises:
+            FailureError: it cannot be written.
+        """
         lines = b"\n".join([to_json(block), *map(to_json, requests)]) + b"\n"
         name = f"{block.index:04d}-{block.position}.jsonl.gz"
         # No time of day in the file: the same records are the same bytes.
@@ -105,7 +114,7 @@ def read_run(path: Path) -> RunData:
         RecordError: no run is there, a file is damaged, or another version wrote it.
     """
     run_file = path / RUN_FILE
-    if not run_file.is_file():
+    if not _is_file(run_file):
         raise RecordError(
             f"{path}: holds no {RUN_FILE}; give the folder that outrider bench --out wrote"
         )
@@ -115,9 +124,17 @@ def read_run(path: Path) -> RunData:
             f"{run_file}: schema version {run.schema_version}, and this version reads "
             f"{SCHEMA_VERSION}; use the outrider that measured it ({run.versions.get('outrider')})"
         )
+    baselines = [arm.name for arm in run.arms if arm.is_baseline]
+    if len(baselines) != 1:
+        raise RecordError(
+            f"{run_file}: one arm must be the baseline, not {' and '.join(baselines) or 'none'}; "
+            "bring back the file as it was written"
+        )
     complete = complete_indices(path, run)
     turns = [
-        _read_turn(file) for (index, _), file in _turn_files(path).items() if index in complete
+        _read_turn(file, place, run)
+        for place, file in _turn_files(path).items()
+        if place[0] in complete
     ]
     turns.sort(key=lambda turn: turn[0].started_s)
     requests = tuple(request for _, of_turn in turns for request in of_turn)
@@ -130,14 +147,16 @@ def complete_indices(path: Path, run: RunRecord) -> frozenset[int]:
     Raises:
         RecordError: a file is damaged.
     """
-    positions: dict[int, list[Path]] = defaultdict(list)
-    for (index, _), file in _turn_files(path).items():
-        positions[index].append(file)
+    positions: dict[int, list[int]] = defaultdict(list)
+    files = _turn_files(path)
+    for index, position in files:
+        positions[index].append(position)
     complete = set()
-    for index, files in positions.items():
-        block, _ = _read_turn(files[0])
+    for index, there in positions.items():
+        first = (index, there[0])
+        block, _ = _read_turn(files[first], first, run)
         needed = {BlockKind.AA: 2, BlockKind.WARMUP: 1}.get(block.kind, len(run.arms))
-        if len(files) >= needed:
+        if len(there) >= needed:
             complete.add(index)
     return frozenset(complete)
 
@@ -152,20 +171,65 @@ def _turn_files(path: Path) -> dict[tuple[int, int], Path]:
     return found
 
 
-def _read_turn(file: Path) -> tuple[BlockRecord, list[RequestRecord]]:
+def _read_turn(
+    file: Path, place: tuple[int, int], run: RunRecord
+) -> tuple[BlockRecord, list[RequestRecord]]:
+    """One turn, if it is whole, is what its name says, and could have been measured.
+
+    Raises:
+        RecordError: it is not; says what is wrong.
+    """
     try:
         lines = gzip.decompress(_read(file)).splitlines()
-    except (OSError, EOFError) as problem:
-        raise RecordError(
-            f"{file}: is damaged ({problem}); delete it and resume the run to measure it again"
-        ) from None
-    if not lines:
-        raise RecordError(f"{file}: is empty; delete it and resume the run")
+    except (OSError, EOFError, zlib.error) as problem:
+        raise _damaged(file, str(problem)) from None
+    if len(lines) < 2:
+        raise _damaged(file, "it holds no request")
     block = from_json(BlockRecord, lines[0], f"{file}, line 1")
-    return block, [
+    requests = [
         from_json(RequestRecord, line, f"{file}, line {number}")
         for number, line in enumerate(lines[1:], start=2)
     ]
+    if block.arm not in {arm.name for arm in run.arms} or block.load not in run.loads:
+        raise _damaged(file, f"{block.arm} at {block.load.text} is no part of the run")
+    if (block.index, block.position) != place:
+        raise _damaged(file, f"it holds turn {block.index}-{block.position}")
+    for number, request in enumerate(requests, start=2):
+        if (request.block, request.position, request.arm, request.load) != (
+            *place,
+            block.arm,
+            block.load,
+        ):
+            raise _damaged(file, f"line {number} belongs to another turn")
+        if not _could_be(request):
+            raise _damaged(file, f"line {number} has times or counts that cannot be")
+    return block, requests
+
+
+def _could_be(request: RequestRecord) -> bool:
+    """Due before sent, then the chunks in their order, then the end; no count below 0."""
+    chunks = [chunk.at_s for chunk in request.chunks]
+    times = [request.scheduled_s, request.sent_s, *chunks, request.ended_s]
+    counts = [request.prompt_tokens, request.completion_tokens]
+    counts += [chunk.num_tokens for chunk in request.chunks]
+    return (
+        all(map(math.isfinite, times))
+        and all(before <= after for before, after in pairwise(times))
+        and all(count is None or count >= 0 for count in counts)
+    )
+
+
+def _damaged(file: Path, what: str) -> RecordError:
+    return RecordError(
+        f"{file}: is damaged ({what}); delete it and resume the run to measure it again"
+    )
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def _read(path: Path) -> bytes:
@@ -176,10 +240,22 @@ def _read(path: Path) -> bytes:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all, also when the process or the machine stops in between."""
+    """Whole or not at all, also when the process or the machine stops in between.
+
+    Raises:
+        FailureError: it cannot be written.
+    """
     part = path.with_name(f"{path.name}.part")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as problem:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise FailureError(
+            f"{path}: cannot be written ({problem.strerror}); make room or access, and run the "
+            "same command again: what is complete stays"
+        ) from None

@@ -17,7 +17,7 @@ the verdict says that the tail was not judged.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from statistics import fmean, median, stdev
@@ -127,7 +127,13 @@ class JudgeSettings:
         Raises:
             ParameterError: a value is out of range, or a key is none of these.
         """
-        kept = dict(run.settings.get("judging") or {})
+        kept = run.settings.get("judging") or {}
+        if not isinstance(kept, Mapping):
+            raise ParameterError(f"judging: {kept!r} is not an object of thresholds by name")
+        kept = {name: value for name, value in kept.items() if value is not None}
+        for name, value in kept.items():
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise ParameterError(f"judging: {name}: {value!r} is not a number")
         limits = {
             f"{name}_s": value / 1000
             for name in ("ttft", "tpot", "latency")
@@ -139,8 +145,7 @@ class JudgeSettings:
                 f"judging: {unknown[0]} is not one of {', '.join(sorted(allowed))}, slo_ttft_ms, "
                 "slo_tpot_ms, slo_latency_ms"
             )
-        given = {name: value for name, value in kept.items() if value is not None}
-        return cls(**given, level=ServiceLevel(**limits))
+        return cls(**kept, level=ServiceLevel(**limits))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a JSON document."""

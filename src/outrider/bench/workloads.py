@@ -34,6 +34,7 @@ from outrider.bench.prompts import checked_text, json_kind, json_rows, prompt_fi
 from outrider.bench.records import WorkloadRecord
 from outrider.errors import ParameterError, PromptError
 
+BUNDLED = "the bundled set"  # what the prompts that ship are called
 _KEYS = ("prompt", "turns", "messages", "conversations")
 _ROLES = ("system", "user", "assistant")
 _SHAREGPT_ROLES = {
@@ -150,7 +151,7 @@ def load_workload(path: Path | None, selection: Selection) -> Workload:
             f" the categories {', '.join(sorted(there))} and {min(lengths)} to {max(lengths)} "
             "characters"
         )
-    return Workload(tuple(chosen), _record(name if path else "bundled", chosen, selection))
+    return Workload(tuple(chosen), _record(path.name if path else BUNDLED, chosen, selection))
 
 
 def looks_random(questions: Sequence[Question]) -> bool:

@@ -31,6 +31,7 @@ from outrider.report.files import write_report
 from outrider.report.summary import summary_text
 
 EXIT_INTERRUPTED = 130
+_INTERRUPTED = "interrupted"
 _DEMO_TOKENS, _MIN_DEMO_TOKENS, _MAX_DEMO_TOKENS = 130, 20, 64
 
 
@@ -55,7 +56,7 @@ def read_prompts(options: WorkloadOptions) -> Workload:
     workload = load_workload(options.prompts, options.selection())
     if workload.record.is_random and not options.allow_random_prompts:
         raise PromptError(
-            f"{workload.record.source}: the prompts look like random tokens, on which acceptance "
+            f"{options.prompts}: the prompts look like random tokens, on which acceptance "
             "says nothing about real text; give real prompts, or --allow-random-prompts"
         )
     return workload
@@ -105,7 +106,7 @@ def measure(
         with Display() as display:
             return asyncio.run(_until_told_to_stop(settings, workload, out, display))
     except (KeyboardInterrupt, asyncio.CancelledError):
-        _tell_way_on(settings, out, typed, "interrupted")
+        _tell_way_on(settings, out, typed, _INTERRUPTED)
         return None
     except OutriderError:
         _tell_way_on(settings, out, typed, "stopped")
@@ -126,6 +127,8 @@ async def _until_told_to_stop(
 def _tell_way_on(settings: BenchSettings, out: Path, typed: Sequence[str], what: str) -> None:
     """How many blocks are kept, and the command that goes on with the rest."""
     if not RunFolder(out).holds_run():
+        if what == _INTERRUPTED:
+            console.note(f"{what}: nothing was measured yet")
         return
     arms = [arm.name for arm in settings.arms]
     turns = plan_turns(arms, settings.loads, settings.num_blocks, settings.num_aa_blocks)

@@ -26,7 +26,15 @@ COLOURS = ("#0b5fa5", "#c2570c", "#3a7d34", "#7b3fa0", "#9a7d0a", "#b0306a", "#2
 PLAIN_COLOUR = "#555555"
 MARKERS = "osD^vPX"
 WIDTH, HEIGHT = 4.6, 3.1  # inches; at 400 pixels a page shows it at its own size
+_DISTRIBUTIONS = {
+    "ttft_s": "from when a request was due to its first text",
+    "chunk_gap_s": "between neighbouring chunks, however many tokens they hold, so drafting makes "
+    "fewer and longer ones",
+}
+WIDE_RATIO = 4.0  # highest over lowest end of an interval from which ratios are drawn by logarithm
 LOG_FROM = 20.0  # largest over smallest time from which a linear axis hides the small ones
+ONE_DECADE_TICKS_FROM = 300.0  # of largest over smallest: more ticks would touch
+LEGEND_CHARS = 34  # of four names in one row
 MAX_POINTS = 200  # of a distribution: more are not seen, only loaded
 # What a page has no use for; groups are numbered alike in every chart, and ids must not repeat.
 _METADATA = re.compile(r"<metadata>.*?</metadata>", re.DOTALL)
@@ -48,7 +56,7 @@ def charts(judgement: Judgement) -> list[Chart]:
     Raises:
         FailureError: matplotlib is not installed.
     """
-    where = workload_title(judgement)
+    where = conditions_line(judgement)
     drawn = [_ratio_chart(judgement, where)]
     drawn += [
         _distribution_chart(judgement, load, name, words, where)
@@ -64,6 +72,19 @@ def charts(judgement: Judgement) -> list[Chart]:
     return drawn
 
 
+def conditions_line(judgement: Judgement) -> str:
+    """What every figure of the run holds for, in one line; loads and methods are said beside it."""
+    cells: Sequence[Cell] = judgement.cells
+    speedup = next((cell.speedup for cell in cells if cell.speedup is not None), None)
+    words = [workload_title(judgement)]
+    if speedup is not None:
+        found = speedup.conditions
+        precision = "precision unknown" if found.precision == "unknown" else found.precision
+        engine = f"{found.engine} {found.engine_version}, {precision}"
+        words += [found.sampling, engine, found.machine]
+    return "; ".join(words)
+
+
 def _ratio_chart(judgement: Judgement, where: str) -> Chart:
     """Ratio with interval over load, one line per method; invalid cells are left out."""
     run, margin = judgement.data.run, judgement.settings.margin
@@ -71,8 +92,9 @@ def _ratio_chart(judgement: Judgement, where: str) -> Chart:
     valid = [c for c in judgement.cells if c.verdict is not Verdict.INVALID and c.speedup]
     metrics = ", ".join(dict.fromkeys(str(cell.metric) for cell in valid))
     caption = (
-        f"{metrics} over {run.baseline.name}, with intervals; dashed: the margin of {margin:.0%}. "
-        f"{where}; {_sampling(judgement)}."
+        f"Each method's {metrics} over that of plain decoding ({run.baseline.name}), with the "
+        "intervals of the verdict; above the dashed line a gain exceeds the margin of "
+        f"{margin:.0%}. Measured on {where}."
     )
 
     def draw(axes: Any) -> None:
@@ -89,7 +111,14 @@ def _ratio_chart(judgement: Judgement, where: str) -> Chart:
             axes.errorbar(x, y, (below, above), capsize=3, ms=4, lw=1, label=arm.name, **style)
         axes.axhline(1.0, color="#000000", lw=0.8)
         axes.axhline(1.0 + margin, color="#000000", lw=0.6, ls="--")
-        axes.set_xticks(range(len(run.loads)), [_short(load) for load in run.loads])
+        ends = [end for cell in valid if cell.speedup for end in cell.speedup.point() if end]
+        if max(ends) > WIDE_RATIO * min(ends):  # one wide interval would press the others flat
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(_log_locator(max(ends) / min(ends)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("")
+        axes.set_xticks(range(len(run.loads)), [f"{load.value:g}" for load in run.loads])
+        axes.set_xlim(-0.5, len(run.loads) - 0.5)  # also the loads at which nothing is valid
         _label(axes, _load_unit(run.loads), f"ratio to {run.baseline.name}")
         _legend(axes)
 
@@ -114,13 +143,14 @@ def _distribution_chart(
         least, most = (end(pick[i] for pick in filled.values()) for end, i in ((min, 0), (max, -1)))
         if least > 0.0 and most > LOG_FROM * least:
             axes.set_xscale("log")
+            axes.xaxis.set_major_locator(_log_locator(most / least))
             axes.xaxis.set_major_formatter("{x:g}")
             axes.xaxis.set_minor_formatter("")
         _label(axes, f"{words}, milliseconds", "share of samples at most so long")
         _legend(axes)
 
     counts = ", ".join(f"{arm} {len(values)}" for arm, values in filled.items())
-    caption = f"At {load.text}; samples: {counts}. {where}; {_sampling(judgement)}."
+    caption = f"At {load.text}; {_DISTRIBUTIONS[name]}; samples: {counts}. Measured on {where}."
     svg = _svg(f"{name}-{load.name}", draw) if filled else None
     title = f"{words[0].upper()}{words[1:]} at {load.text}"
     return Chart(title, caption if filled else "No sound request.", svg)
@@ -143,8 +173,8 @@ def _position_chart(judgement: Judgement, where: str) -> Chart:
         _legend(axes)
 
     caption = (
-        f"{_loads_of(chosen)}. The area under a line is the acceptance length less one. {where}; "
-        f"{_sampling(judgement)}."
+        f"{_loads_of(chosen)}. The points of a line add up to its acceptance length less one. "
+        f"Measured on {where}."
     )
     return _or_unavailable("Acceptance by position", caption, "acceptance-position", draw, chosen)
 
@@ -168,10 +198,13 @@ def _category_chart(judgement: Judgement, where: str) -> Chart:
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
         axes.axvline(1.0, color="#000000", lw=0.8)
-        _label(axes, "acceptance length, bonus token included", "")
+        _label(axes, "acceptance length", "")
         _legend(axes)
 
-    caption = f"{_loads_of(chosen)}. 1 is plain decoding. {where}; {_sampling(judgement)}."
+    caption = (
+        f"{_loads_of(chosen)}; tokens per verify step, the bonus token included. 1, the line, is "
+        f"plain decoding. Measured on {where}."
+    )
     tall = HEIGHT + 0.12 * max(0, len(names) * len(chosen) - 12)
     return _or_unavailable(
         "Acceptance by category", caption, "acceptance-category", draw, chosen, height=tall
@@ -195,13 +228,17 @@ def _time_chart(judgement: Judgement, where: str) -> Chart:
             )
             axes.barh(range(len(chosen)), shares, left=left, color=_colour(index), label=part)
             left += shares
-        names = [f"{entry.arm.name}, {_short(entry.load)}" for entry in chosen]
+        names = [f"{entry.arm.name}, {entry.load.text}" for entry in chosen]
         axes.set_yticks(range(len(chosen)), names)
         axes.invert_yaxis()
         _label(axes, "share of the time in steps", "")
         _legend(axes)
 
-    caption = f"As the servers count it. {where}; {_sampling(judgement)}."
+    caption = (
+        "As the servers count it. Prefill: reading prompts; draft: guessing; verify: the target's "
+        f"pass over the last token and the drafts, in plain decoding over the last token alone. "
+        f"Measured on {where}."
+    )
     tall = HEIGHT + 0.14 * max(0, len(chosen) - 10)
     return _or_unavailable("Where a step's time goes", caption, "time", draw, chosen, height=tall)
 
@@ -233,7 +270,8 @@ def _projection_charts(judgement: Judgement, where: str) -> Iterator[Chart]:
         worst = max(abs(math.log(told / seen)) for seen, told, held in ratios.values() if held)
         caption = (
             f"{name}; on the loads that it was not fitted on the model is off by at most "
-            f"{worst:.1%}. Not drawn beyond the loads measured. {where}; {_sampling(judgement)}."
+            f"{worst:.1%}. The ratio is that of decoding alone; nothing is drawn beyond the loads "
+            f"measured. Measured on {where}."
         )
         yield Chart(title, caption, _svg(f"projection-{name}", draw))
 
@@ -275,20 +313,6 @@ def _colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
-def _sampling(judgement: Judgement) -> str:
-    """Sampling, engine and machine in the words of the first cell's conditions."""
-    cells: Sequence[Cell] = judgement.cells
-    speedup = next((cell.speedup for cell in cells if cell.speedup is not None), None)
-    if speedup is None:
-        return "no valid figures"
-    found = speedup.conditions
-    return f"{found.sampling}; {found.engine} {found.engine_version}; {found.machine}"
-
-
-def _short(load: Load) -> str:
-    return f"{load.value:g}"
-
-
 def _load_unit(loads: Sequence[Load]) -> str:
     units = {"users" if load.concurrency is not None else "requests/s" for load in loads}
     return " or ".join(sorted(units, reverse=True))
@@ -298,13 +322,23 @@ def _label(axes: Any, across: str, up: str) -> None:
     axes.set_xlabel(across, fontsize=8)
     axes.set_ylabel(up, fontsize=8)
     axes.tick_params(labelsize=8)
+    axes.set_axisbelow(True)  # the grid behind the bars
     axes.grid(alpha=0.3, lw=0.4)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _legend(axes: Any) -> None:
     """Above the axes, where it hides no line."""
-    axes.figure.legend(fontsize=7, loc="outside upper center", ncols=4, frameon=False)
+    names = axes.get_legend_handles_labels()[1]
+    columns = 4 if len(names) <= 4 and sum(map(len, names)) <= LEGEND_CHARS else 3
+    axes.figure.legend(fontsize=8, loc="outside upper center", ncols=columns, frameon=False)
+
+
+def _log_locator(ratio: float) -> Any:
+    """1, 2 and 5 of every decade where there is room for them."""
+    from matplotlib.ticker import LogLocator
+
+    return LogLocator(subs=(1.0, 2.0, 5.0) if ratio < ONE_DECADE_TICKS_FROM else (1.0,))
 
 
 def _svg(name: str, draw: Callable[[Any], None], *, height: float = HEIGHT) -> str:

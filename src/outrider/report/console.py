@@ -92,7 +92,7 @@ def _rich(table: Table) -> list[RenderableType]:
         collapse_padding=True,
     )
     for index, name in enumerate(table.columns):
-        justify: Literal["left", "right"] = "right" if index >= table.numbers_from else "left"
+        justify: Literal["left", "right"] = "right" if table.is_number(index) else "left"
         drawn.add_column(Text(name, justify=justify), justify=justify, overflow="fold")
     for row in table.rows:
         drawn.add_row(*(Text(cell) for cell in row))

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from outrider.bench.judgement import Judgement
 from outrider.bench.verdict import Verdict
-from outrider.report.charts import charts
+from outrider.report.charts import charts, conditions_line
 from outrider.report.tables import (
     acceptance_table,
     category_table,
@@ -20,6 +20,7 @@ from outrider.report.tables import (
     latency_table,
     power_table,
     published_table,
+    run_table,
     verdict_table,
     workload_title,
 )
@@ -46,15 +47,10 @@ def page(judgement: Judgement) -> str:
         power_table(judgement),
         findings_table(judgement),
         *conditions_tables(judgement),
+        run_table(judgement),
         published_table(judgement),
     ]
-    proof = run.client
-    client = (
-        "The client was not tested before."
-        if proof is None
-        else "The client saw the mock server's gaps with an error of "
-        f"{proof.gap_error_p99_s * 1000:.1f} ms (99th percentile)."
-    )
+    drawn = charts(judgement)
     return environment.get_template("page.html.j2").render(
         verdict=str(judgement.verdict),
         verdicts=[str(verdict) for verdict in Verdict],
@@ -65,7 +61,12 @@ def page(judgement: Judgement) -> str:
         lists=[
             (
                 "Not GO, and why",
-                [c.sentence for c in judgement.cells if c.verdict is not Verdict.GO],
+                [
+                    f"{cell.arm.name} at {cell.load.text} is {cell.verdict}: "
+                    f"{'; '.join(cell.reasons)}"
+                    for cell in judgement.cells
+                    if cell.verdict is not Verdict.GO
+                ],
             ),
             (
                 "Answers compared with plain decoding's",
@@ -80,10 +81,9 @@ def page(judgement: Judgement) -> str:
                 [f"{name}: {found.text}" for name, found in judgement.break_evens.items()],
             ),
         ],
-        charts=charts(judgement),
+        conditions=conditions_line(judgement),
+        charts=[chart for chart in drawn if chart.svg],
+        not_drawn=[f"{chart.title}. {chart.caption}" for chart in drawn if not chart.svg],
         tables=[table for table in tables if table.rows],
-        run=run,
-        versions=", ".join(f"{name} {version}" for name, version in run.versions.items()),
-        client=client,
         margin=f"{judgement.settings.margin:.0%}",
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from statistics import fmean
 
 from outrider.bench.acceptance import UNAVAILABLE
@@ -16,22 +17,37 @@ from outrider.bench.categories import CategoryRatio, category_ratios
 from outrider.bench.judgement import ArmAtLoad, Judgement
 from outrider.bench.metrics import pooled
 from outrider.bench.planning import detectable_ratio
+from outrider.bench.records import ClientProof
 from outrider.bench.reference import published_figures
 from outrider.bench.samples import MIN_SAMPLES, cluster_bootstrap, is_printable, percentile
+from outrider.bench.speedup import machine_text
 from outrider.bench.verdict import Cell, Verdict
 
 NONE = "-"
+_IN_MACHINE_TEXT = ("processor", "num_cores", "num_usable_cores", "memory_bytes")
+_MACHINE_WORDS = {"gpus": "GPUs", "load_average": "load before (1, 5, 15 min)"}
+_MAX_POSITIONS = 8  # of a draft, in a table
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A title, columns and rows of text; ``numbers_from`` is the first column flush right."""
+    """A title, columns and rows of text.
+
+    Columns from ``numbers_from`` up to before ``numbers_to`` are flush right; ``is_stacked`` asks a
+    narrow page to put a row's cells below each other instead of scrolling sideways.
+    """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     numbers_from: int = 1
+    numbers_to: int | None = None
+    is_stacked: bool = False
     note: str = ""
+
+    def is_number(self, index: int) -> bool:
+        """Whether a column holds numbers."""
+        return self.numbers_from <= index < (self.numbers_to or len(self.columns))
 
 
 def workload_title(judgement: Judgement) -> str:
@@ -45,20 +61,23 @@ def workload_title(judgement: Judgement) -> str:
 
 def verdict_table(judgement: Judgement) -> Table:
     """One row per arm and load: what decides, and the decision."""
-    title = f"Speculation against {judgement.data.run.baseline.name}, {workload_title(judgement)}"
+    baseline = judgement.data.run.baseline.name
+    title = f"Speculation against plain decoding ({baseline}), {workload_title(judgement)}"
     metrics = list(dict.fromkeys(str(cell.metric) for cell in judgement.cells))
     ttfts = list(dict.fromkeys(cell.ttft.name for cell in judgement.cells if cell.ttft is not None))
     goodput = f" Goodput: {judgement.settings.level.text}." if _has_goodput(judgement) else ""
     return Table(
         title,
-        ("load", "method", "verdict", "plain", "method's", "ratio", "TTFT ratio",
+        ("load", "method", "verdict", "ratio", "plain", "method's", "TTFT ratio",
          *(["goodput"] if goodput else []), "accepted", "blocks"),
         tuple(_verdict_row(judgement, cell, title) for cell in judgement.cells),
         numbers_from=3,
-        note=f"Plain, method's and their ratio: {' or '.join(metrics)}, with "
-        f"{judgement.settings.confidence:.0%} intervals, wider where several methods share the "
-        f"baseline. TTFT ratio: of {' or '.join(ttfts) or 'nothing'}.{goodput} Accepted: tokens "
-        "per verify step, the bonus token included.",
+        is_stacked=True,
+        note=f"Plain and method's: {' or '.join(metrics)}, averaged over blocks. Ratio: the "
+        "geometric mean of the blocks' own ratios, so not quite that of the averages, with a "
+        f"{judgement.settings.confidence:.0%} interval that is wider where several methods share "
+        f"the baseline. TTFT ratio: of {' or '.join(ttfts) or 'nothing'}.{goodput} Accepted: "
+        "tokens per verify step, the bonus token included.",
     )  # fmt: skip
 
 
@@ -83,8 +102,8 @@ def _verdict_row(judgement: Judgement, cell: Cell, title: str) -> tuple[str, ...
         cell.load.text,
         cell.arm.name,
         str(cell.verdict),
-        *(f"{fmean(values):.1f}" if values else NONE for values in rates),
         ratio,
+        *(f"{fmean(values):.1f}" if values else NONE for values in rates),
         str(cell.ttft.interval) if cell.ttft is not None and is_valid else NONE,
         *([goodput] if _has_goodput(judgement) else []),
         UNAVAILABLE if acceptance is None else acceptance.text,
@@ -191,9 +210,12 @@ def acceptance_table(judgement: Judgement) -> Table:
         ("load", "method", "length", "half of requests", "rate", "by position", "from"),
         tuple(_acceptance_row(entry) for entry in judgement.arms if not entry.arm.is_baseline),
         numbers_from=2,
+        numbers_to=5,
+        is_stacked=True,
         note="Length: tokens per verify step, the bonus token included. Half of requests: their "
-        "median length with a 95 % bootstrap interval over blocks. Rate: accepted / drafted. By "
-        "position: steps that accepted it / steps.",
+        "median length with a 95% bootstrap interval over blocks. Rate: accepted / drafted. By "
+        f"position: steps that accepted it / steps, the first {_MAX_POSITIONS} positions. From: "
+        "the server's counters over the blocks, or what its answers carry.",
     )
 
 
@@ -221,7 +243,9 @@ def _acceptance_row(entry: ArmAtLoad) -> tuple[str, ...]:
         if middle is None or spread is None
         else f"{middle:.2f} ({spread[0]:.2f}-{spread[1]:.2f})",
         NONE if found.rate is None else f"{found.rate:.0%}",
-        NONE if found.marginal is None else " ".join(f"{rate:.2f}" for rate in found.marginal[:8]),
+        NONE
+        if found.marginal is None
+        else " ".join(f"{rate:.2f}" for rate in found.marginal[:_MAX_POSITIONS]),
         found.source,
     )
 
@@ -263,6 +287,8 @@ def contrast_table(judgement: Judgement, *, all_pairs: bool = True) -> Table:
         ("load", "method", "over", "ratio", "deploy", *(["note"] if notes else [])),
         rows,
         numbers_from=3,
+        numbers_to=4,
+        is_stacked=True,
         note="On the same blocks, so the baseline cancels out. The simpler one wins unless the "
         f"other is shown to be faster by more than {judgement.settings.tie_margin:.0%}.",
     )
@@ -291,22 +317,83 @@ def power_table(judgement: Judgement) -> Table:
         ("load", "noise floor", "smallest difference found"),
         tuple(rows),
         numbers_from=2,
+        is_stacked=True,
         note="The baseline against itself; and the difference that the blocks of this run would "
         f"show with {judgement.settings.power:.0%} power at that noise.",
     )
 
 
 def conditions_tables(judgement: Judgement) -> list[Table]:
-    """Every condition, one table per arm; the first load's stand for all."""
-    tables = []
-    for arm in judgement.data.run.arms:
-        cells = [cell for cell in judgement.cells_of(arm) if cell.speedup is not None]
-        if cells and cells[0].speedup is not None:
-            rows = tuple(
-                row for row in cells[0].speedup.conditions.rows if row[0] not in ("load", "blocks")
-            )
-            tables.append(Table(f"Conditions of {arm.name}", ("", ""), rows, numbers_from=2))
+    """Every condition: what all arms have in common, then what sets each apart.
+
+    The first load's stand for all; loads and blocks are in the table of verdicts.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for cell in judgement.cells:
+        if cell.speedup is not None and cell.arm.name not in found:
+            rows = dict(cell.speedup.conditions.rows)
+            found[cell.arm.name] = {k: v for k, v in rows.items() if k not in ("load", "blocks")}
+    if not found:
+        return []
+    names = list(next(iter(found.values())))
+    apart = [name for name in names if len({rows[name] for rows in found.values()}) > 1]
+    first = next(iter(found.values()))
+    shared = tuple((name, first[name]) for name in names if name not in apart)
+    tables = [Table("Conditions of every figure", ("", ""), shared, numbers_from=2)]
+    if apart:
+        rows = tuple(tuple(rows[name] for name in apart) for rows in found.values())
+        title = "Conditions that differ between methods"
+        tables.append(Table(title, tuple(apart), rows, numbers_from=len(apart), is_stacked=True))
     return tables
+
+
+def run_table(judgement: Judgement) -> Table:
+    """When, where and with what was measured: machine, versions, the client's own proof."""
+    run = judgement.data.run
+    rows = [
+        ("begun", _moment(run.started)),
+        ("measured", f"{len(judgement.data.blocks)} turns, {len(judgement.data.requests)} requests "
+                     f"in them, warm-ups included; settings {run.settings_hash}"),
+        ("client's machine", machine_text(run.machine)),
+        *(
+            (_MACHINE_WORDS.get(name, name.replace("_", " ")), _plain(value))
+            for name, value in run.machine.items()
+            if name not in _IN_MACHINE_TEXT
+        ),
+        ("seeds", _plain(run.seeds)),
+        ("versions", _plain(run.versions)),
+        ("client", _proof_text(run.client)),
+    ]  # fmt: skip
+    return Table("The run", ("", ""), tuple(row for row in rows if row[1]), numbers_from=2)
+
+
+def _moment(started: str) -> str:
+    """``1 December 2026, 14:15 UTC`` of an ISO time in UTC; the text itself if it is none."""
+    try:
+        at = datetime.fromisoformat(started)
+    except ValueError:
+        return started
+    return f"{at.day} {at:%B %Y, %H:%M} UTC"
+
+
+def _plain(value: object) -> str:
+    """A record's value as words: ``torch 2.13.0, numpy 2.4`` of a mapping."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_plain(each)}" for key, each in value.items())
+    if isinstance(value, (list, tuple)):
+        separator = "; " if any(isinstance(each, Mapping) for each in value) else ", "
+        return separator.join(map(_plain, value))
+    return str(value)
+
+
+def _proof_text(proof: ClientProof | None) -> str:
+    if proof is None:
+        return "not tested before the run"
+    return (
+        f"at {proof.concurrency} at once it saw a mock server's gaps with an error of "
+        f"{proof.gap_error_p99_s * 1000:.1f} ms (99th percentile) and kept up with "
+        f"{proof.max_tokens_per_s:.0f} tokens/s"
+    )
 
 
 def findings_table(judgement: Judgement) -> Table:
@@ -322,6 +409,7 @@ def findings_table(judgement: Judgement) -> Table:
         ("", "guard", "what was seen", "where"),
         rows,
         numbers_from=4,
+        is_stacked=True,
     )
 
 
@@ -344,5 +432,6 @@ def published_table(judgement: Judgement) -> Table:
         ("value", "metric", "conditions", "accepted", "source", "caveat"),
         rows,
         numbers_from=6,
+        is_stacked=True,
         note="Not a target for this run: model, prompts, load, machine and definitions differ.",
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+_NOT_STATED = "not stated"
 _METHODS = ("eagle3", "medusa", "mtp", "draft", "ngram")
 
 
@@ -44,9 +45,12 @@ class PublishedFigure:
     @property
     def conditions(self) -> str:
         """Everything the figure holds for, in one line."""
-        parts = (self.target, self.draft, self.workload, self.load, self.machine, self.engine,
-                 self.sampling)  # fmt: skip
-        return ", ".join(part for part in parts if part)
+        names = ("target", "draft", "workload", "load", "machine", "engine", "sampling")
+        told = {name: value for name in names if (value := getattr(self, name))}
+        return ", ".join(
+            f"{name} {value}" if value.startswith(_NOT_STATED) else value
+            for name, value in told.items()
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a JSON document."""
