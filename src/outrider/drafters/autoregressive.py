@@ -205,7 +205,7 @@ class AutoregressiveDrafter:
         for b, (request, depth) in enumerate(zip(requests, max_depth, strict=True)):
             state = self._states[request.request_id]
             tokens = self._new_tokens(request, state)
-            if depth < 1 or not tokens:
+            if depth < 1 or not tokens or min_score > trees[b].score[0]:
                 continue
             shape = self._shape.within(depth)
             state.growth = Growth(request, shape, self.vocabulary, self._experience)

@@ -101,7 +101,8 @@ class Drafter(Protocol):
         """One tree per request, no deeper than its ``max_depth`` (0: the root alone).
 
         The root is the request's last token. ``score`` is the drafter's confidence in (0, 1].
-        Nodes below ``min_score`` would not pay: a drafter need not spend time on them.
+        A pass is made only to extend nodes of at least ``min_score``; above 1, which is the root's,
+        there is none, and what is proposed is looked up.
         """
         ...
 
