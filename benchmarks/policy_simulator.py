@@ -279,16 +279,23 @@ def _head(
             [n for n in range(1, len(tree)) if tree.depth[n] == depth and tree.parent[n] in inner]
             for tree, inner in zip(whole, grown, strict=True)
         ]
-        if depth == max_depth or not any(layers):
+        if depth in (max_depth, HEAD_DEPTH) or not any(layers):
+            break
+        growing = [
+            sorted(layer, key=lambda node: -tree.score[node])[:NUM_CHILDREN]
+            for tree, layer in zip(whole, layers, strict=True)
+        ]
+        promised = [
+            tree.score[best[0]] if best and tree.score[best[0]] >= min_score else 0.0
+            for tree, best in zip(whole, growing, strict=True)
+        ]
+        if not any(promised) or sum(promised) < min_score * len(running):
             break
         rows = 0
-        for tree, inner, layer in zip(whole, grown, layers, strict=True):
-            best = sorted(layer, key=lambda node: -tree.score[node])[:NUM_CHILDREN]
-            if best and tree.score[best[0]] >= min_score and depth < HEAD_DEPTH:
+        for inner, best, score in zip(grown, growing, promised, strict=True):
+            if score:
                 inner.update(best)
                 rows += len(best)
-        if not rows:
-            break
         seconds += world.pass_s(rows)
     trees = [
         tree.keep([node for node in range(1, len(tree)) if tree.parent[node] in inner])

@@ -23,24 +23,29 @@ class Account:
 
     What is done pays in what it gains, and pays out what it loses. Empty, the account closes, and a
     small allowance per round fills it for the next look. Each look that finds nothing halves the
-    allowance, down to a quarter.
+    allowance, down to a quarter. What it took to begin a look is no loss of what was looked at: it
+    is owed, and paid only if the account closes before it was earned.
 
     Attributes:
         balance: plain rounds.
         is_open: whether what it stands for is to be done.
+        owed: plain rounds that are due when it closes.
     """
 
     balance: float
     is_open: bool = True
+    owed: float = 0.0
     _allowance: float = ALLOWANCE
 
     def pay(self, rounds: float) -> None:
         """Pay in what a round gained, or out if negative."""
         self.balance = min(CEILING, self.balance + rounds)
         if self.balance >= CEILING / 2:
-            self._allowance = ALLOWANCE
+            self._allowance, self.owed = ALLOWANCE, 0.0
         elif self.is_open and self.balance <= 0:
             self.is_open = False
+            self.balance -= self.owed
+            self.owed = 0.0
             self._allowance = max(LEAST_ALLOWANCE, self._allowance / 2)
 
     def allow(self) -> bool:

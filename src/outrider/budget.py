@@ -45,7 +45,8 @@ from outrider.types import StepRecord
 
 LEARNING = 0.05  # weight of the newest round in a load's averages
 YIELD = 0.5  # of a node's chance: what its best child has, about
-BEGINNING = 2.0  # plain rounds that a new account holds
+BEGINNING = 1.0  # plain rounds that a new account holds, and as much again shared by all requests
+MOST_OWED = 4.0  # plain rounds that catching up before a look may count as
 PLAIN_ROUNDS = 5  # that a new load begins with: the price that all is held against
 NO_PASSES = math.inf  # more than any node can promise, the root included
 
@@ -60,15 +61,16 @@ class _Load:
     ``later_s`` of each further one, ``lookup_s`` of drafting without a pass.
     """
 
+    lookups: Account
+    passes: Account
     tokens: Average = field(default_factory=_new_average)
     seconds: Average = field(default_factory=_new_average)
     lookup_s: Average = field(default_factory=_new_average)
     first_s: Average = field(default_factory=_new_average)
     later_s: Average = field(default_factory=_new_average)
-    lookups: Account = field(default_factory=lambda: Account(BEGINNING))
-    passes: Account = field(default_factory=lambda: Account(BEGINNING))
     num_plain: int = 0
     num_since_plain: int = 0
+    is_passing: bool = False  # in the latest round
 
     @property
     def wants_plain(self) -> bool:
@@ -83,6 +85,8 @@ class _Load:
             self.lookup_s.follow(record.draft_s)
             return
         passes_s = max(0.0, record.draft_s - self.lookup_s.value)
+        if self.first_s.value and not self.is_passing:
+            return  # the first one in a while takes in all that waits
         if record.draft_passes == 1:
             self.first_s.follow(passes_s)
         else:
@@ -201,6 +205,7 @@ class Budget:
         if not record.was_asked:
             load.num_plain += 1
             load.num_since_plain = 0
+            load.is_passing = False
             if load.lookups.allow():
                 self._looked_up.begin_again()
             if load.passes.allow():
@@ -210,6 +215,7 @@ class Budget:
         self._count(choice, paths)
         load.follow(record)
         self._pay(self._costs, load, record, contexts, num_silent)
+        load.is_passing = record.draft_passes > 0
 
     def _count(self, choice: _Choice, paths: Sequence[Sequence[int]]) -> None:
         """What came of the guesses of either kind."""
@@ -246,6 +252,9 @@ class Budget:
             # Tokens are priced at what they take here: where the text repeats itself, next to
             # nothing without a pass; where it does not, a round each.
             token_s = min(plain_s / num_requests, without_s / without)
+            if not load.is_passing:
+                late_s = record.draft_s - lookup_s - load.passes_s(record.draft_passes)
+                load.passes.owed = min(MOST_OWED, load.passes.owed + max(0.0, late_s / plain_s))
             load.passes.pay((tokens * token_s - seconds) / plain_s)
         elif load.passes.is_open:  # a drafter that only looks up: to it both are one
             load.passes.pay(gain)
@@ -253,7 +262,19 @@ class Budget:
             self._of_passes.begin_again()
 
     def _load(self, num_requests: int) -> _Load:
-        return self._loads.setdefault(load_of(num_requests), _Load())
+        place = load_of(num_requests)
+        if place not in self._loads:
+            fewer = [self._loads[other] for other in sorted(self._loads) if other < place]
+            beginning = BEGINNING + BEGINNING / num_requests
+            accounts = [Account(beginning), Account(beginning)]
+            if fewer:  # what does not pay for few hardly does for many: it is looked at later
+                for account, before in zip(
+                    accounts, (fewer[-1].lookups, fewer[-1].passes), strict=True
+                ):
+                    if not before.is_open:
+                        account.is_open, account.balance = False, 0.0
+            self._loads[place] = _Load(*accounts)
+        return self._loads[place]
 
     def _rate(self, costs: RoundCosts, contexts: Sequence[int]) -> float:
         """Tokens that a second is worth."""

@@ -285,6 +285,7 @@ class KeepsDraftedRows(AutoregressiveDrafter):
             self._cache.extend(state.row, num_kept)
             if state.waiting:
                 state.waiting[-1] = state.waiting[-1][num_kept:]
+                state.num_waiting -= num_kept
 
 
 @pytest.mark.parametrize(

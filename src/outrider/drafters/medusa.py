@@ -72,9 +72,9 @@ class MedusaDrafter:
         drafting = [
             b
             for b, (request, depth) in enumerate(zip(requests, max_depth, strict=True))
-            if depth > 0 and min_score <= 1 and request.request_id in self._state_of
+            if depth > 0 and request.request_id in self._state_of
         ]
-        if not drafting:
+        if not drafting or min_score > 1:
             return trees
         self.num_passes += 1
         state_BD = torch.stack([self._state_of[requests[b].request_id] for b in drafting])
