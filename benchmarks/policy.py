@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -115,9 +114,7 @@ def record_command(options: argparse.Namespace) -> None:
                 prompts.append((prompt.category, list(ids)))
             seen[prompt.category] += 1
     params = [
-        SamplingParams(
-            max_tokens=options.max_tokens, temperature=options.temperature, seed=place
-        )
+        SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature, seed=place)
         for place in range(len(prompts))
     ]
     recorded = record(llm, drafters(), prompts, params)

@@ -274,7 +274,8 @@ def _head(
     for user in running:
         user.waiting = 0
     grown = [{0} for _ in running]
-    for depth in range(1, max_depth + 1):
+    depth = 1
+    while True:
         layers = [
             [n for n in range(1, len(tree)) if tree.depth[n] == depth and tree.parent[n] in inner]
             for tree, inner in zip(whole, grown, strict=True)
@@ -297,6 +298,7 @@ def _head(
                 inner.update(best)
                 rows += len(best)
         seconds += world.pass_s(rows)
+        depth += 1
     trees = [
         tree.keep([node for node in range(1, len(tree)) if tree.parent[node] in inner])
         for tree, inner in zip(whole, grown, strict=True)

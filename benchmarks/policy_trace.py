@@ -22,7 +22,7 @@ from typing import Any
 from policy_costs import new_engine
 
 from outrider import LLM, SamplingParams
-from outrider.config import SpeculationConfig
+from outrider.config import Method, SpeculationConfig
 from outrider.drafters.base import Drafter
 from outrider.tree import DraftTree
 from outrider.types import Verdict
@@ -136,7 +136,7 @@ def record(
     params: Sequence[SamplingParams],
 ) -> dict[str, Any]:
     """What these drafters propose along the answers to these prompts, (category, ids) each."""
-    plain = llm.with_speculation(SpeculationConfig(method="off"))
+    plain = llm.with_speculation(SpeculationConfig(method=Method.OFF))
     texts = [c.token_ids for c in plain.generate([ids for _, ids in prompts], params)]
     return {
         "answers": [
@@ -159,7 +159,9 @@ def _record(
 ) -> list[Places]:
     """The trees of one drafter, by answer and place."""
     known: dict[int, list[int]] = {}
-    witness = Witness(llm.with_speculation(speculation).engine._drafter, known)
+    drafter = llm.with_speculation(speculation).engine._drafter
+    assert drafter is not None
+    witness = Witness(drafter, known)
     engine = new_engine(llm, witness, speculation.num_draft_tokens)
     requests = []
     for ids, text, settings in zip(prompts, texts, params, strict=True):

@@ -53,6 +53,13 @@ NO_PASSES = math.inf  # more than any node can promise, the root included
 _new_average = partial(Average, LEARNING)
 
 
+def _new_account(balance: float, before: Account | None) -> Account:
+    """What does not pay for few requests hardly does for many: it is looked at later."""
+    if before is None or before.is_open:
+        return Account(balance)
+    return Account(0.0, is_open=False)
+
+
 @dataclass(slots=True)
 class _Load:
     """What is known of one number of requests at once.
@@ -103,16 +110,15 @@ class _Load:
 class _Choice:
     """What is verified in the step under way, and what would have been without passes.
 
-    ``worth`` are tokens hoped for, those looked up apart from those of passes; ``seconds`` are the
-    round's without drafting. ``trees`` are the nodes themselves.
+    Tokens hoped for, those looked up apart from those of passes, and how many nodes would be
+    verified ``without`` any.
     """
 
     trees: list[DraftTree]
     looked_up: float = 0.0
     of_passes: float = 0.0
-    seconds: float = 0.0
-    without_passes: float = 0.0
-    seconds_without_passes: float = 0.0
+    without: float = 0.0
+    num_without: int = 0
 
 
 class Budget:
@@ -158,11 +164,14 @@ class Budget:
 
         ``num_silent`` are the prompt rows that share the pass.
         """
+        self._choice = _Choice(list(trees))
         nodes = sorted(
             (-tree.score[node], b, node)
             for b, tree in enumerate(trees)
             for node in range(1, len(tree))
         )
+        if not nodes:  # plain decoding does without the arithmetic
+            return self._choice.trees
         room = max(0, self._max_rows - len(trees))
         if self._costs is not None:
             # Prompt rows count too: what more rows than the table's cost is not known.
@@ -181,7 +190,9 @@ class Budget:
         if self._costs is not None:
             known = [score for tree in trees for score in tree.looked_up.values()]
             known = sorted(known, reverse=True)[:room]
-            self._choice = self._price(self._costs, chosen, known, contexts, num_silent)
+            count = self._best_count(self._costs, known, contexts, num_silent)
+            self._looks_up = self._looks_up or bool(known)
+            self._choice = _hopes(chosen, known[:count])
         return chosen
 
     def observe(
@@ -240,15 +251,18 @@ class Budget:
         choice, num_requests = self._choice, len(contexts)
         plain_s = costs.at(num_requests, num_requests + num_silent, fmean(contexts))
         lookup_s = load.lookup_s.value if self._looks_up or not record.draft_passes else 0.0
+        drafted = np.array([sum(tree.num_drafted for tree in choice.trees), choice.num_without])
+        rows = num_requests + num_silent + drafted
+        served_s, without_s = map(float, costs.curve(num_requests, rows, fmean(contexts)))
         share = self._looked_up.share
-        without = num_requests + share * choice.without_passes
-        without_s = choice.seconds_without_passes + lookup_s
+        without = num_requests + share * choice.without
+        without_s += lookup_s
         gain = without / num_requests - without_s / plain_s
         load.lookups.pay(gain)
         if record.draft_passes:
             tokens = num_requests + share * choice.looked_up
             tokens += self._of_passes.share * choice.of_passes
-            seconds = choice.seconds + lookup_s + load.passes_s(record.draft_passes)
+            seconds = served_s + lookup_s + load.passes_s(record.draft_passes)
             # Tokens are priced at what they take here: where the text repeats itself, next to
             # nothing without a pass; where it does not, a round each.
             token_s = min(plain_s / num_requests, without_s / without)
@@ -264,16 +278,13 @@ class Budget:
     def _load(self, num_requests: int) -> _Load:
         place = load_of(num_requests)
         if place not in self._loads:
-            fewer = [self._loads[other] for other in sorted(self._loads) if other < place]
-            beginning = BEGINNING + BEGINNING / num_requests
-            accounts = [Account(beginning), Account(beginning)]
-            if fewer:  # what does not pay for few hardly does for many: it is looked at later
-                for account, before in zip(
-                    accounts, (fewer[-1].lookups, fewer[-1].passes), strict=True
-                ):
-                    if not before.is_open:
-                        account.is_open, account.balance = False, 0.0
-            self._loads[place] = _Load(*accounts)
+            fewer = max((other for other in self._loads if other < place), default=None)
+            before = None if fewer is None else self._loads[fewer]
+            balance = BEGINNING + BEGINNING / num_requests
+            self._loads[place] = _Load(
+                _new_account(balance, None if before is None else before.lookups),
+                _new_account(balance, None if before is None else before.passes),
+            )
         return self._loads[place]
 
     def _rate(self, costs: RoundCosts, contexts: Sequence[int]) -> float:
@@ -284,29 +295,6 @@ class Budget:
         seconds = load.seconds.value
         return max(plain, load.tokens.value / seconds if seconds else 0.0)
 
-    def _price(
-        self,
-        costs: RoundCosts,
-        chosen: list[DraftTree],
-        known: Sequence[float],
-        contexts: Sequence[int],
-        num_silent: int,
-    ) -> _Choice:
-        """What is hoped of the chosen nodes, and of those ``known`` without a pass."""
-        self._looks_up = self._looks_up or bool(known)
-        choice = _Choice(chosen)
-        for tree in chosen:
-            choice.looked_up += sum(tree.looked_up.values())
-            choice.of_passes += sum(tree.score[1:]) - sum(
-                tree.score[node] for node in tree.looked_up
-            )
-        count = self._best_count(costs, known, contexts, num_silent)
-        choice.without_passes = sum(known[:count])
-        rows = len(contexts) + num_silent + np.array([sum(t.num_drafted for t in chosen), count])
-        seconds = costs.curve(len(contexts), rows, fmean(contexts))
-        choice.seconds, choice.seconds_without_passes = map(float, seconds)
-        return choice
-
     def _best_count(
         self, costs: RoundCosts, scores: Sequence[float], contexts: Sequence[int], num_silent: int
     ) -> int:
@@ -316,3 +304,13 @@ class Budget:
         seconds: NDArray[Any] = costs.curve(len(contexts), rows, fmean(contexts))
         hoped = np.concatenate([[0.0], np.cumsum(scores)])
         return int(np.argmax(hoped - self._rate(costs, contexts) * seconds))
+
+
+def _hopes(chosen: list[DraftTree], without: Sequence[float]) -> _Choice:
+    """What is hoped of the chosen nodes, and of those that would be chosen without passes."""
+    choice = _Choice(chosen, without=sum(without), num_without=len(without))
+    for tree in chosen:
+        choice.looked_up += sum(tree.looked_up.values())
+        choice.of_passes += sum(tree.score[1:])
+        choice.of_passes -= sum(tree.score[node] for node in tree.looked_up)
+    return choice

@@ -98,7 +98,7 @@ def test_a_pass_must_promise_what_its_time_and_its_childs_row_are_worth(row_s: f
         seconds = 0.02 + 2 * row_s
         budget.observe(drafted(seconds, 3, draft_s=0.004, passes=2, rows=3), [10], 0, [(1, 2)])
 
-    # 3 tokens in 24 ms and two rows; a pass takes 2 ms, and a child is half as likely as its parent.
+    # 3 tokens in 24 ms and two rows; a pass takes 2 ms; a child is half as likely as its parent.
     rate = 3 / (0.024 + 2 * row_s)
     assert rate * (0.002 + row_s) / YIELD == pytest.approx(budget.min_score([10]) or 0, rel=0.05)
 
@@ -269,7 +269,7 @@ def test_a_load_beyond_one_at_which_drafting_was_given_up_begins_without() -> No
 
 
 def test_catching_up_before_a_look_is_paid_for_by_a_longer_wait() -> None:
-    """A look that is preceded by two rounds' worth of rows comes less often than one that is not."""
+    """A look that is preceded by two rounds' worth of rows comes less often."""
 
     def looks(late_s: float) -> int:
         budget, count, was_asked = begun(FLAT), 0, True

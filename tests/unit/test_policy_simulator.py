@@ -50,8 +50,13 @@ def world(name: str) -> World:
 
 
 @pytest.mark.parametrize("users", [1, 4, 32])
-@pytest.mark.parametrize("drafter", ["eagle3", "ngram", "eagle3+ngram", "mtp+ngram"])
-@pytest.mark.parametrize("text", ["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("text", "drafter"),
+    [
+        *(("greedy", name) for name in ("eagle3", "ngram", "eagle3+ngram")),
+        *(("sampled", name) for name in ("ngram", "mtp+ngram")),
+    ],
+)
 def test_ours_is_near_the_best_fixed_setting_and_not_behind_plain(
     text: str, drafter: str, users: int
 ) -> None:
@@ -62,7 +67,7 @@ def test_ours_is_near_the_best_fixed_setting_and_not_behind_plain(
     assert 0.98 < cell.ours
 
 
-@pytest.mark.parametrize("users", [1, 4, 32])
+@pytest.mark.parametrize("users", [1, 32])
 @pytest.mark.parametrize("name", ["noisy", "drifting", "steeper", "dear passes"])
 def test_it_holds_where_costs_are_not_what_they_were(name: str, users: int) -> None:
     tokens = TOKENS * max(1, users // 2)
@@ -93,8 +98,8 @@ def test_passes_are_left_out_where_looking_up_alone_pays_and_made_where_they_add
         class Counting(Budget):
             num_passes = num_rounds = 0
 
-            def observe(self, record, *rest) -> None:
-                super().observe(record, *rest)
+            def observe(self, record, contexts, num_silent=0, paths=()) -> None:
+                super().observe(record, contexts, num_silent, paths)
                 self.num_rounds += 1
                 self.num_passes += record.draft_passes > 0
 

@@ -192,14 +192,17 @@ class AutoregressiveDrafter:
         return num_rows + state.num_waiting if self.captures else num_tokens
 
     def prefill(self, request: DraftRequest, num_committed: int, hidden_TC: Tensor | None) -> None:
-        """Take in the prompt's rows at once, so that the first step does not wait for them."""
+        """Keep the prompt's states; take them in only where very many wait.
+
+        A short prompt's rows share the first pass that is made for guesses, if one ever is.
+        """
         state = self._states[request.request_id]
         if hidden_TC is not None:
             state.add(hidden_TC)
-        start = self._cache.committed(state.row)
         end = num_committed + self.module.token_shift
-        tokens = request.token_ids[start + self.module.token_shift : end]
-        self._take_in([(state, tokens)], is_silent=True)
+        tokens = request.token_ids[self._first_token(state) : end]
+        if len(tokens) > MAX_WAITING:
+            self._take_in([(state, tokens)], is_silent=True)
 
     def propose(
         self, requests: Sequence[DraftRequest], max_depth: Sequence[int], min_score: float = 0.0
