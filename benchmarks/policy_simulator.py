@@ -64,6 +64,7 @@ class Fixed:
 
     def __init__(self, depth: int, num_nodes: int, *, makes_passes: bool = True) -> None:
         self.depth, self._num_nodes, self._makes_passes = depth, num_nodes, makes_passes
+        self._best: dict[int, tuple[DraftTree, DraftTree]] = {}  # trees come again and again
 
     def min_score(self, contexts: Sequence[int]) -> float | None:
         """Draft as deep as the setting says."""
@@ -75,7 +76,10 @@ class Fixed:
         self, trees: Sequence[DraftTree], contexts: Sequence[int], num_silent: int = 0
     ) -> list[DraftTree]:
         """The best nodes of each."""
-        return [tree.best(self._num_nodes, self.depth) for tree in trees]
+        for tree in trees:
+            if id(tree) not in self._best:
+                self._best[id(tree)] = tree, tree.best(self._num_nodes, self.depth)
+        return [self._best[id(tree)][1] for tree in trees]
 
     def observe(
         self,
@@ -167,13 +171,28 @@ class Outcome:
 
 @cache
 def tree_of(nodes: tuple[Node, ...], is_looked_up: bool) -> DraftTree:
-    """A recorded tree."""
+    """A recorded tree; like all trees here it is shared and not to be changed."""
     tree = DraftTree.root(0)
     for parent, token, score in nodes:
         node = tree.add(parent, token, max(1e-6, score / 1000))
         if is_looked_up:
             tree.looked_up[node] = tree.score[node]
     return tree
+
+
+@cache
+def grown_tree(nodes: tuple[Node, ...], inner: frozenset[int]) -> DraftTree:
+    """A head's tree of which only these nodes, and the root, were grown on."""
+    tree = tree_of(nodes, False)
+    return tree.keep([node for node in range(1, len(tree)) if tree.parent[node] in inner])
+
+
+@cache
+def merged_tree(
+    head: tuple[Node, ...], inner: frozenset[int], ngram: tuple[Node, ...]
+) -> DraftTree:
+    """The same in one tree with n-gram's, as the product merges them."""
+    return grown_tree(head, inner).merged(tree_of(ngram, True)).best(MAX_NODES)
 
 
 @dataclass(slots=True)
@@ -250,24 +269,25 @@ def _draft(
     min_score: float | None,
 ) -> tuple[list[DraftTree], int, float]:
     """The trees as the drafter would grow them, the head's passes, and what all of it takes."""
-    roots = [DraftTree.root(0) for _ in running]
     if min_score is None:
-        return roots, 0, 0.0
-    trees, passes, seconds = roots, 0, 0.0
+        return [tree_of((), False)] * len(running), 0, 0.0
+    passes, seconds = 0, 0.0
+    grown = [frozenset[int]()] * len(running)
     if trace.has_head and min_score <= 1:
         depth = getattr(policy, "depth", 10**6)
-        trees, passes, seconds = _head(world, running, min_score, depth)
-    if trace.has_ngram:
-        seconds += world.lookup_s(len(running))
-        found = [tree_of(user.answer.ngram[user.place], True) for user in running]
-        trees = [a.merged(b).best(MAX_NODES) for a, b in zip(trees, found, strict=True)]
-    return trees, passes, seconds
+        grown, passes, seconds = _head(world, running, min_score, depth)
+    heads = [user.answer.head[user.place] if trace.has_head else () for user in running]
+    if not trace.has_ngram:
+        return list(map(grown_tree, heads, grown)), passes, seconds
+    found = [user.answer.ngram[user.place] for user in running]
+    seconds += world.lookup_s(len(running))
+    return list(map(merged_tree, heads, grown, found)), passes, seconds
 
 
 def _head(
     world: World, running: Sequence[_User], min_score: float, max_depth: int
-) -> tuple[list[DraftTree], int, float]:
-    """A head's trees, layer by layer, with its passes and their time."""
+) -> tuple[list[frozenset[int]], int, float]:
+    """The nodes that a head grows on, layer by layer, with its passes and their time."""
     whole = [tree_of(user.answer.head[user.place], False) for user in running]
     late = sum(max(0, user.waiting - MAX_TOKENS) for user in running)
     seconds = world.pass_s(len(running)) + world.take_in_s * late
@@ -299,11 +319,7 @@ def _head(
                 rows += len(best)
         seconds += world.pass_s(rows)
         depth += 1
-    trees = [
-        tree.keep([node for node in range(1, len(tree)) if tree.parent[node] in inner])
-        for tree, inner in zip(whole, grown, strict=True)
-    ]
-    return trees, depth, seconds
+    return list(map(frozenset, grown)), depth, seconds
 
 
 def _keep_up(trace: Trace, world: World, running: Sequence[_User]) -> float:
