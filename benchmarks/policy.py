@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,6 +21,9 @@ from typing import Any
 
 from policy_costs import measure_drafting, measure_rounds
 from policy_simulator import (
+    HEAD_DEPTH,
+    MAX_NODES,
+    NUM_CHILDREN,
     Policy,
     Tiers,
     World,
@@ -33,13 +35,13 @@ from policy_simulator import (
 )
 from policy_trace import Trace, read_traces, record, write_traces
 
-from outrider import LLM, EngineConfig, Method, SpeculationConfig
+from outrider import LLM, EngineConfig, Method, SamplingParams, SpeculationConfig
 from outrider.bench.prompts import load_prompts
 from outrider.budget import Budget
 from outrider.costs import CostTable
 
-MAX_DEPTH, MAX_NODES = 5, 12
 USERS = (1, 2, 4, 8, 16, 32)
+MAX_PROMPT = 400  # tokens of a prompt that is recorded
 CONTEXT = 100  # tokens of each request when rounds are timed
 
 
@@ -48,10 +50,10 @@ def ours(world: World) -> Policy:
     return Budget(world.table, max_rows=world.table.rows[-1])
 
 
-def worlds_of(costs: dict[str, Any], drafter: str) -> list[World]:
+def worlds_of(costs: dict[str, Any]) -> list[World]:
     """The measured one, what may become of it, and an accelerator."""
     table = CostTable.from_json(costs["table"])
-    measured = measured_world(costs, drafter, table)
+    measured = measured_world(costs, table)
     slow = CostTable(
         table.rows, table.contexts, tuple(tuple(4 * s for s in column) for column in table.seconds)
     )
@@ -60,7 +62,7 @@ def worlds_of(costs: dict[str, Any], drafter: str) -> list[World]:
         replace(measured, name="noisy", noise=0.15),
         replace(measured, name="drifting", noise=0.05, slowdown=busy_hours),
         replace(measured, name="table 4x off", noise=0.05, table=slow),
-        gpu_world(drafter),
+        gpu_world(),
     ]
 
 
@@ -84,12 +86,12 @@ def compare(world: World, trace: Trace, users: int, tokens: int) -> Cell:
     """Replay every policy over the same texts."""
     fixed = {
         name: replay(new(), trace, world, users, tokens=tokens).rate
-        for name, new in fixed_settings(MAX_DEPTH, MAX_NODES).items()
+        for name, new in fixed_settings(trace).items()
     }
     plain = fixed["plain"]
     best = max(fixed, key=fixed.__getitem__)
     found = replay(ours(world), trace, world, users, tokens=tokens)
-    tiers = replay(Tiers(MAX_DEPTH), trace, world, users, tokens=tokens)
+    tiers = replay(Tiers(HEAD_DEPTH), trace, world, users, tokens=tokens)
     return Cell(
         best=best,
         best_fixed=fixed[best] / plain,
@@ -103,17 +105,21 @@ def compare(world: World, trace: Trace, users: int, tokens: int) -> Cell:
 def record_command(options: argparse.Namespace) -> None:
     """Record what the drafters would propose along the bundled prompts' answers."""
     llm = open_llm(batch_size=8)
-    prompts, taken = [], Counter[str]()
+    prompts, seen = [], Counter[str]()
+    wanted = range(options.skip, options.skip + options.per_category)
     for prompt in load_prompts(options.prompts):
         ids = llm.tokenizer.encode_chat([{"role": "user", "content": prompt.turns[0]}])
-        if taken[prompt.category] < options.per_category and len(ids) < 400:
-            taken[prompt.category] += 1
-            prompts.append((prompt.category, list(ids)))
-    traces = []
-    for name, speculation in drafters().items():
-        traces.append(record(llm, name, speculation, prompts, options.max_tokens))
-        print(f"{name}: {sum(len(a.places) for a in traces[-1].answers)} places", file=sys.stderr)
-    write_traces(options.out, traces, {"fingerprint": llm.fingerprint.text})
+        if len(ids) < MAX_PROMPT:
+            if seen[prompt.category] in wanted:
+                prompts.append((prompt.category, list(ids)))
+            seen[prompt.category] += 1
+    params = [
+        SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature, seed=place)
+        for place in range(len(prompts))
+    ]
+    recorded = record(llm, drafters(), prompts, params)
+    conditions = {"fingerprint": llm.fingerprint.text, "temperature": options.temperature}
+    write_traces(options.out, recorded, conditions)
 
 
 def costs_command(options: argparse.Namespace) -> None:
@@ -123,6 +129,7 @@ def costs_command(options: argparse.Namespace) -> None:
         "schema_version": 1,
         "fingerprint": llm.fingerprint.text,
         "context": CONTEXT,
+        "children": NUM_CHILDREN,
         "table": asdict(llm.costs),
         "rounds": [
             {"users": users, "rows": rows, "seconds": round(seconds, 6)}
@@ -132,7 +139,7 @@ def costs_command(options: argparse.Namespace) -> None:
         "drafting": [
             {"method": method, "users": users, "depth": depth} | measured
             for method in ("eagle3", "ngram")
-            for depth in (1, MAX_DEPTH)
+            for depth in (1, HEAD_DEPTH)
             for users, measured in measure_drafting(
                 llm, shaped(method, depth), USERS, CONTEXT, options.repeats
             )
@@ -148,23 +155,22 @@ def open_llm(batch_size: int) -> LLM:
 
 
 def drafters() -> dict[str, SpeculationConfig]:
-    """What is recorded: the shipped head, n-gram, and both in one tree."""
-    head = shaped(Method.EAGLE3)
+    """What is recorded: shipped heads, and n-gram."""
     return {
-        "eagle3": head,
+        "eagle3": shaped(Method.EAGLE3),
+        "mtp": shaped(Method.MTP),
         "ngram": shaped(Method.NGRAM),
-        "both": replace(head, with_ngram=True),
     }
 
 
-def shaped(method: str, depth: int = MAX_DEPTH) -> SpeculationConfig:
-    """A tree of three children per node, so deep."""
+def shaped(method: str, depth: int = HEAD_DEPTH) -> SpeculationConfig:
+    """A tree of a few children per node, so deep."""
     return SpeculationConfig(
         method=Method(method),
         use_dynamic_tree=True,
-        dynamic_tree_max_topK=3,
+        dynamic_tree_max_topK=NUM_CHILDREN,
         max_draft_len=depth,
-        max_total_draft_tokens=min(MAX_NODES, 3 * depth),
+        max_total_draft_tokens=min(MAX_NODES, NUM_CHILDREN * depth),
     )
 
 
@@ -176,7 +182,7 @@ def compare_command(options: argparse.Namespace) -> None:
         "world          drafter  users   best fixed setting           tiers   ours  of best  asked"
     )
     for trace in read_traces(options.traces):
-        for world in worlds_of(costs, trace.drafter):
+        for world in worlds_of(costs):
             for users in USERS:
                 cell = compare(world, trace, users, options.tokens * max(1, users // 2))
                 shares.append(cell.of_best)
@@ -200,7 +206,9 @@ def main() -> None:
     command.add_argument("--out", type=Path, required=True)
     command.add_argument("--prompts", type=Path, help="JSONL; the bundled prompts without")
     command.add_argument("--per-category", type=int, default=2)
+    command.add_argument("--skip", type=int, default=0, help="prompts of each category")
     command.add_argument("--max-tokens", type=int, default=64)
+    command.add_argument("--temperature", type=float, default=0.0)
     command = commands.add_parser("costs", help=costs_command.__doc__)
     command.set_defaults(run=costs_command)
     command.add_argument("--out", type=Path, required=True)

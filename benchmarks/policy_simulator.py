@@ -12,19 +12,24 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
-from policy_trace import Answer, Node, Trace
+from policy_trace import Answer, Node, Trace, path_of
 
+from outrider.budget import NO_PASSES
 from outrider.costs import CostTable
+from outrider.drafters.autoregressive import MAX_WAITING
 from outrider.tree import DraftTree
 from outrider.types import StepRecord
 
-HIT = 1  # the token of a node that is on the answer's path
+HEAD_DEPTH, NUM_CHILDREN, MAX_NODES = 5, 3, 12  # of the recorded trees
+MAX_TOKENS = HEAD_DEPTH + 1  # of a round: so many states more or less are part of a first pass
+TAKE_IN_S = 1e-4  # a guess: a fifth of what a row costs that is to guess
 
 
 class Policy(Protocol):
@@ -40,28 +45,49 @@ class Policy(Protocol):
         """The nodes that are verified."""
         ...
 
-    def observe(self, record: StepRecord, contexts: Sequence[int], num_silent: int = 0) -> None:
+    def observe(
+        self,
+        record: StepRecord,
+        contexts: Sequence[int],
+        num_silent: int = 0,
+        paths: Sequence[Sequence[int]] = (),
+    ) -> None:
         """What the round took and brought."""
         ...
 
 
 class Fixed:
-    """The same setting in every round: so deep, so many nodes per request; 0 is plain decoding."""
+    """The same setting in every round: so deep, so many nodes per request; 0 is plain decoding.
 
-    def __init__(self, depth: int, num_nodes: int) -> None:
-        self.depth, self._num_nodes = depth, num_nodes
+    Without ``makes_passes`` only what can be looked up is asked for.
+    """
+
+    def __init__(self, depth: int, num_nodes: int, *, makes_passes: bool = True) -> None:
+        self.depth, self._num_nodes, self._makes_passes = depth, num_nodes, makes_passes
+        self._best: dict[int, tuple[DraftTree, DraftTree]] = {}  # trees come again and again
 
     def min_score(self, contexts: Sequence[int]) -> float | None:
         """Draft as deep as the setting says."""
-        return 0.0 if self._num_nodes else None
+        if not self._num_nodes:
+            return None
+        return 0.0 if self._makes_passes else NO_PASSES
 
     def prune(
         self, trees: Sequence[DraftTree], contexts: Sequence[int], num_silent: int = 0
     ) -> list[DraftTree]:
         """The best nodes of each."""
-        return [tree.best(self._num_nodes, self.depth) for tree in trees]
+        for tree in trees:
+            if id(tree) not in self._best:
+                self._best[id(tree)] = tree, tree.best(self._num_nodes, self.depth)
+        return [self._best[id(tree)][1] for tree in trees]
 
-    def observe(self, record: StepRecord, contexts: Sequence[int], num_silent: int = 0) -> None:
+    def observe(
+        self,
+        record: StepRecord,
+        contexts: Sequence[int],
+        num_silent: int = 0,
+        paths: Sequence[Sequence[int]] = (),
+    ) -> None:
         """A fixed setting learns nothing."""
 
 
@@ -88,7 +114,13 @@ class Tiers:
         """A chain's worth of nodes."""
         return [tree.best(self.depth, self.depth) for tree in trees]
 
-    def observe(self, record: StepRecord, contexts: Sequence[int], num_silent: int = 0) -> None:
+    def observe(
+        self,
+        record: StepRecord,
+        contexts: Sequence[int],
+        num_silent: int = 0,
+        paths: Sequence[Sequence[int]] = (),
+    ) -> None:
         """Follow the accepted tokens per request."""
         if record.was_asked:
             accepted = record.num_tokens / record.num_requests - 1
@@ -103,7 +135,10 @@ class World:
     Attributes:
         table: the target's pass alone, which is all a policy is told at the start.
         round_s: (users, rows, context) to seconds, as served, drafting left out.
-        draft_s: (users, passes) to seconds; of n-gram passes are 0.
+        pass_s: rows of a head's pass to seconds.
+        lookup_s: users to seconds of n-gram's lookups.
+        take_in_s: seconds of a row that a head takes in beside those of a pass, since it was not
+            asked when the row came.
         noise: relative spread of each round.
         slowdown: by the time on the clock, for a machine whose speed changes.
     """
@@ -111,7 +146,9 @@ class World:
     name: str
     table: CostTable
     round_s: Callable[[int, int, float], float]
-    draft_s: Callable[[int, int], float]
+    pass_s: Callable[[int], float]
+    lookup_s: Callable[[int], float]
+    take_in_s: float = 0.0
     noise: float = 0.0
     slowdown: Callable[[float], float] = field(default=lambda now: 1.0)
 
@@ -133,18 +170,43 @@ class Outcome:
 
 
 @cache
-def tree_of(nodes: tuple[Node, ...]) -> DraftTree:
-    """A recorded tree; the answer's own nodes hold ``HIT``."""
+def tree_of(nodes: tuple[Node, ...], is_looked_up: bool) -> DraftTree:
+    """A recorded tree; like all trees here it is shared and not to be changed."""
     tree = DraftTree.root(0)
-    for place, (parent, score, is_hit) in enumerate(nodes):
-        tree.add(parent, HIT if is_hit else 2 + place, max(1e-6, score / 1000))
+    for parent, token, score in nodes:
+        node = tree.add(parent, token, max(1e-6, score / 1000))
+        if is_looked_up:
+            tree.looked_up[node] = tree.score[node]
     return tree
+
+
+@cache
+def grown_tree(nodes: tuple[Node, ...], inner: frozenset[int]) -> DraftTree:
+    """A head's tree of which only these nodes, and the root, were grown on."""
+    tree = tree_of(nodes, False)
+    return tree.keep([node for node in range(1, len(tree)) if tree.parent[node] in inner])
+
+
+@cache
+def merged_tree(
+    head: tuple[Node, ...], inner: frozenset[int], ngram: tuple[Node, ...]
+) -> DraftTree:
+    """The same in one tree with n-gram's, as the product merges them."""
+    return grown_tree(head, inner).merged(tree_of(ngram, True)).best(MAX_NODES)
 
 
 @dataclass(slots=True)
 class _User:
+    """Who waits for an answer; the head has not taken in ``waiting`` of its states."""
+
     answer: Answer
     place: int = 0
+    waiting: int = 0
+
+    @property
+    def future(self) -> tuple[int, ...]:
+        """The tokens that come."""
+        return self.answer.tokens[self.place :]
 
 
 def replay(
@@ -161,125 +223,178 @@ def replay(
 
     running = [_User(next_answer()) for _ in range(users)]
     for user in running:  # not all begin at once
-        user.place = dice.randrange(len(user.answer.places))
+        user.place = dice.randrange(len(user.answer.tokens))
     noise = random.Random(seed + 1)
     total, now, rounds, asked, rows = 0, 0.0, 0, 0, 0
     while total < tokens:
         contexts = [user.answer.prompt_len + user.place for user in running]
         min_score = policy.min_score(contexts)
-        trees, num_passes = _draft(policy, running, min_score)
-        kept = policy.prune(trees, contexts)
-        emitted = 0
-        for user, tree in zip(running, kept, strict=True):
-            room = len(user.answer.places) - user.place
-            emitted += (new := min(room, 1 + _num_accepted(tree)))
-            user.place += new
-            if user.place >= len(user.answer.places):
-                user.answer, user.place = next_answer(), 0
-        num_rows = sum(map(len, kept))
         was_asked = min_score is not None
-        passes = num_passes if trace.makes_passes else 0
+        trees, passes, draft_s = _draft(policy, trace, world, running, min_score)
+        kept = policy.prune(trees, contexts)
+        paths = [path_of(tree, user.future) for tree, user in zip(kept, running, strict=True)]
+        emitted = 0
+        for user, path in zip(running, paths, strict=True):
+            emitted += (new := min(len(user.future), 1 + len(path)))
+            user.place += new
+            user.waiting += new
+            if not user.future:
+                user.answer, user.place, user.waiting = next_answer(), 0, 0
+        num_rows = sum(map(len, kept))
         factor = world.slowdown(now) * math.exp(noise.gauss(0.0, world.noise))
         if world.noise and noise.random() < 0.01:
             factor *= 3.0  # somebody else took the processor
         record = StepRecord(
             num_requests=users,
             num_rows=num_rows,
-            draft_s=factor * world.draft_s(users, passes) if was_asked else 0.0,
+            draft_s=factor * draft_s,
             verify_s=factor * world.round_s(users, num_rows, sum(contexts) / users),
-            rest_s=0.0,
+            rest_s=factor * _keep_up(trace, world, running),
             draft_passes=passes,
             num_tokens=emitted,
             was_asked=was_asked,
         )
-        policy.observe(record, contexts)
-        now += record.draft_s + record.verify_s
+        policy.observe(record, contexts, 0, paths)
+        now += record.draft_s + record.verify_s + record.rest_s
         total, rounds, rows = total + emitted, rounds + 1, rows + num_rows
         asked += was_asked
     return Outcome(total, now, rounds, asked, rows)
 
 
 def _draft(
-    policy: Policy, running: Sequence[_User], min_score: float | None
-) -> tuple[list[DraftTree], int]:
-    """The trees as the drafter would grow them, and its passes."""
+    policy: Policy,
+    trace: Trace,
+    world: World,
+    running: Sequence[_User],
+    min_score: float | None,
+) -> tuple[list[DraftTree], int, float]:
+    """The trees as the drafter would grow them, the head's passes, and what all of it takes."""
     if min_score is None:
-        return [DraftTree.root(0) for _ in running], 0
-    limit = getattr(policy, "depth", 10**6)
-    trees, passes = [], 0
+        return [tree_of((), False)] * len(running), 0, 0.0
+    passes, seconds = 0, 0.0
+    grown = [frozenset[int]()] * len(running)
+    if trace.has_head and min_score <= 1:
+        depth = getattr(policy, "depth", 10**6)
+        grown, passes, seconds = _head(world, running, min_score, depth)
+    heads = [user.answer.head[user.place] if trace.has_head else () for user in running]
+    if not trace.has_ngram:
+        return list(map(grown_tree, heads, grown)), passes, seconds
+    found = [user.answer.ngram[user.place] for user in running]
+    seconds += world.lookup_s(len(running))
+    return list(map(merged_tree, heads, grown, found)), passes, seconds
+
+
+def _head(
+    world: World, running: Sequence[_User], min_score: float, max_depth: int
+) -> tuple[list[frozenset[int]], int, float]:
+    """The nodes that a head grows on, layer by layer, with its passes and their time."""
+    whole = [tree_of(user.answer.head[user.place], False) for user in running]
+    late = sum(max(0, user.waiting - MAX_TOKENS) for user in running)
+    seconds = world.pass_s(len(running)) + world.take_in_s * late
     for user in running:
-        tree = tree_of(user.answer.places[user.place])
-        depth = 1
-        while depth < limit and any(
-            at == depth and score >= min_score
-            for at, score in zip(tree.depth, tree.score, strict=True)
-        ):
-            depth += 1
-        if tree.depth and max(tree.depth) > depth:
-            tree = tree.best(len(tree), depth)
-        trees.append(tree)
-        passes = max(passes, min(depth, max(1, *tree.depth)))
-    return trees, passes
+        user.waiting = 0
+    grown = [{0} for _ in running]
+    depth = 1
+    while True:
+        layers = [
+            [n for n in range(1, len(tree)) if tree.depth[n] == depth and tree.parent[n] in inner]
+            for tree, inner in zip(whole, grown, strict=True)
+        ]
+        if depth in (max_depth, HEAD_DEPTH) or not any(layers):
+            break
+        growing = [
+            sorted(layer, key=lambda node: -tree.score[node])[:NUM_CHILDREN]
+            for tree, layer in zip(whole, layers, strict=True)
+        ]
+        promised = [
+            tree.score[best[0]] if best and tree.score[best[0]] >= min_score else 0.0
+            for tree, best in zip(whole, growing, strict=True)
+        ]
+        if not any(promised) or sum(promised) < min_score * len(running):
+            break
+        rows = 0
+        for inner, best, score in zip(grown, growing, promised, strict=True):
+            if score:
+                inner.update(best)
+                rows += len(best)
+        seconds += world.pass_s(rows)
+        depth += 1
+    return list(map(frozenset, grown)), depth, seconds
 
 
-def _num_accepted(tree: DraftTree) -> int:
-    children, node, count = tree.children(), 0, 0
-    while HIT in children[node]:
-        node = children[node][HIT]
-        count += 1
-    return count
+def _keep_up(trace: Trace, world: World, running: Sequence[_User]) -> float:
+    """Seconds of what a head takes in unasked, since very much waits."""
+    taken = 0
+    for user in running:
+        if trace.has_head and user.waiting > MAX_WAITING:
+            user.waiting -= MAX_WAITING
+            taken += MAX_WAITING
+    return world.take_in_s * taken + (world.pass_s(1) if taken else 0.0)
 
 
-def fixed_settings(max_depth: int, max_nodes: int) -> dict[str, Callable[[], Policy]]:
-    """Plain decoding, and the chains and trees that a user might pin."""
+def fixed_settings(trace: Trace) -> dict[str, Callable[[], Policy]]:
+    """Plain decoding, and the chains and trees that a user might pin, of either kind of guess."""
     found: dict[str, Callable[[], Policy]] = {"plain": lambda: Fixed(0, 0)}
-    for depth in range(1, max_depth + 1):
-        for num_nodes in sorted({depth, max_nodes}):
-            if depth <= num_nodes <= max_nodes:
-                name = f"depth {depth}, {num_nodes} nodes"
-                found[name] = lambda d=depth, n=num_nodes: Fixed(d, n)
+    kinds = [trace.has_head, False] if trace.has_ngram and trace.has_head else [trace.has_head]
+    for makes_passes in kinds:
+        kind = "" if makes_passes == trace.has_head else " n-gram"
+        for depth in range(1, HEAD_DEPTH + 1):
+            for num_nodes in sorted({depth, MAX_NODES}):
+                name = f"depth {depth}, {num_nodes} nodes{kind}"
+                found[name] = lambda d=depth, n=num_nodes, p=makes_passes: Fixed(
+                    d, n, makes_passes=p
+                )
     return found
 
 
-def measured_world(costs: Mapping[str, Any], drafter: str, table: CostTable) -> World:
-    """The world that ``policy.py costs`` measured; a load that it did not is an error."""
+def measured_world(costs: Mapping[str, Any], table: CostTable) -> World:
+    """The world that ``policy.py costs`` measured; a load that it did not is an error.
+
+    A head's pass is priced by its rows: one for each request at first, then as many as nodes grow.
+    """
     served: dict[int, list[tuple[int, float]]] = {}
     for cell in costs["rounds"]:
         served.setdefault(cell["users"], []).append((cell["rows"], cell["seconds"]))
-    drafting = {
-        (cell["method"], cell["users"], cell["depth"]): (cell["passes"], cell["seconds"])
-        for cell in costs["drafting"]
-    }
+    head: dict[int, dict[int, float]] = {}
+    lookups: dict[int, float] = {}
+    for cell in costs["drafting"]:
+        if cell["method"] == "ngram":
+            lookups[cell["users"]] = cell["seconds"]
+        else:
+            head.setdefault(cell["users"], {})[cell["passes"]] = cell["seconds"]
+    by_rows: dict[int, list[float]] = {}
+    for users, taken in head.items():
+        few, many = min(taken), max(taken)
+        later_s = (taken[many] - taken[few]) / (many - few)
+        by_rows.setdefault(users, []).append(taken[few] - (few - 1) * later_s)
+        by_rows.setdefault(costs["children"] * users, []).append(later_s)
+    pass_rows = sorted(by_rows)
+    pass_times = np.maximum.accumulate([statistics.fmean(by_rows[rows]) for rows in pass_rows])
 
     def round_s(users: int, rows: int, context: float) -> float:
         known = sorted(served[users])
         seconds = float(np.interp(rows, [at for at, _ in known], [s for _, s in known]))
         return seconds * table.at(rows, context) / table.at(rows, costs["context"])
 
-    def draft_s(users: int, passes: int) -> float:
-        seconds = 0.0
-        if drafter != "ngram":
-            (few, short), (many, long) = (drafting["eagle3", users, depth] for depth in (1, 5))
-            seconds += short + (passes - few) * (long - short) / (many - few)
-        if drafter != "eagle3":
-            seconds += drafting["ngram", users, 5][1]
-        return seconds
+    def pass_s(rows: int) -> float:
+        return float(np.interp(rows, pass_rows, pass_times)) * max(1.0, rows / pass_rows[-1])
 
-    return World("measured", table, round_s, draft_s)
+    return World("measured", table, round_s, pass_s, lookups.__getitem__, TAKE_IN_S)
 
 
-def gpu_world(drafter: str) -> World:
+def gpu_world() -> World:
     """A made-up accelerator: 8 ms a round, flat up to 96 rows, then each row costs its share."""
 
     def round_s(users: int, rows: int, context: float) -> float:
         return 0.007 * max(1.0, rows / 96) + 0.001 + 2e-5 * users + 1e-9 * users * context
 
-    def draft_s(users: int, passes: int) -> float:
-        return 0.0002 + passes * (0.0005 + 2e-6 * users) + (drafter != "eagle3") * 1e-5 * users
+    def pass_s(rows: int) -> float:
+        return 0.0005 + 1e-6 * rows
 
     rows = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
     column = tuple(0.0065 * max(1.0, count / 96) for count in rows)
-    return World("accelerator", CostTable(rows, (64,), (column,)), round_s, draft_s)
+    table = CostTable(rows, (64,), (column,))
+    return World("accelerator", table, round_s, pass_s, lambda users: 1e-5 * users, 1e-6)
 
 
 def busy_hours(now: float) -> float:

@@ -212,9 +212,9 @@ class FakeDrafter:
         return trees
 
     def observe(self, requests, trees, verdicts, hidden) -> None:
+        self._fault("observe")
         for request, hidden_TC in zip(requests, hidden, strict=True):
             self._take(request, hidden_TC)
-        self._fault("observe")
 
     def release(self, request) -> None:
         self.states.pop(request.request_id, None)

@@ -16,6 +16,7 @@ machine slows down.
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
@@ -33,6 +34,13 @@ from outrider.models.layers import Segment
 TABLE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 TABLE_CONTEXTS = (64, 512)
 TABLE_REPEATS = 5
+
+# A remembered table is checked on these rows at its shortest context, and measured anew if either
+# of them takes more than so many times what it says, or less than its share.
+CHECKED_ROWS = (1, 16)
+CHECK_REPEATS = 3
+CHECK_S = 0.2  # after which no further repeat is begun
+MAX_DISAGREEMENT = 1.3
 
 NEW_ROUNDS = 10  # whose mean says what rounds of one load and so many rows take
 LEARNING = 0.02  # weight of a later round in that
@@ -104,6 +112,29 @@ def measure_costs(
         best = [min(taken[count]) for count in TABLE_ROWS]
         seconds.append(tuple(accumulate(best, max)))
     return CostTable(TABLE_ROWS, contexts, tuple(seconds))
+
+
+def still_holds(table: CostTable, target: Decoder) -> bool:
+    """Whether a remembered table is about what passes take now (best of 3, under 0.3 s).
+
+    It may have been measured while the machine was busy, or be of another form than today's.
+    """
+    if table.rows != TABLE_ROWS:
+        return False
+    context = table.contexts[0]
+    cache = target.new_cache(max_batch_size=1, num_slots=context + max(CHECKED_ROWS))
+    row = cache.allocate(committed=context)  # of zeros, which take as long as any
+    best = dict.fromkeys(CHECKED_ROWS, math.inf)
+    began = time.perf_counter()
+    for _ in range(CHECK_REPEATS):
+        for count in CHECKED_ROWS:
+            started = time.perf_counter()
+            target.forward([Segment(row, [0] * count, range(count))], cache)
+            best[count] = min(best[count], time.perf_counter() - started)
+        if time.perf_counter() - began > CHECK_S:
+            break
+    ratios = [seconds / table.at(count, context) for count, seconds in best.items()]
+    return all(1 / MAX_DISAGREEMENT < ratio < MAX_DISAGREEMENT for ratio in ratios)
 
 
 @dataclass(slots=True)

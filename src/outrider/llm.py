@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from outrider.config import EngineConfig, SamplingParams, SpeculationConfig
-from outrider.costs import CostTable, measure_costs
+from outrider.costs import CostTable, measure_costs, still_holds
 from outrider.drafters import Drafter, DraftSource
 from outrider.engine import Engine
 from outrider.errors import ParameterError, PromptError
@@ -480,10 +480,10 @@ def _cost_table(
     results: ResultCache,
     on_progress: ProgressCallback | None,
 ) -> CostTable:
-    """The target's cost table, measured once per machine and model."""
+    """The target's cost table: the one remembered for this machine and model while it holds."""
     key = f"costs {weights_hash} {machine_key(target.dtype)} {max_model_len}"
     known = results.get(key, CostTable.from_json)
-    if known is not None:
+    if known is not None and still_holds(known, target):
         return known
     costs = measure_costs(target, max_model_len, on_progress)
     results.put(key, asdict(costs))

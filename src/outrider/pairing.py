@@ -16,10 +16,11 @@ import torch
 
 from outrider.config import METHODS_WITH_HEAD, Method, SpeculationConfig
 from outrider.drafters import Drafter, DraftSource, create_drafter, drafted_slots
+from outrider.drafters.autoregressive import MAX_WAITING
 from outrider.errors import ParameterError, UnknownModelError
 from outrider.models.architecture import DecoderConfig
 from outrider.models.decoder import Decoder
-from outrider.models.heads.config import Eagle3Config, MedusaConfig, Shapes
+from outrider.models.heads.config import Eagle3Config, MedusaConfig, MtpConfig, Shapes
 from outrider.models.loading import LoadedCheckpoint, Tokenizer, load
 from outrider.models.loading.heads import (
     LoadedHead,
@@ -194,7 +195,7 @@ def drafter_items(
     max_batch_size: int,
     max_model_len: int,
 ) -> Sequence[MemoryItem]:
-    """The drafter's lines of the memory plan: weights, own cache, draft logits."""
+    """The drafter's lines of the memory plan: weights, own cache, states kept, draft logits."""
     config = source.config
     items = [weights_item("draft weights", _loaded_shapes(source), dtype)]
     if isinstance(config, MedusaConfig):
@@ -205,7 +206,20 @@ def drafter_items(
         num_slots = max_model_len + drafted_slots(speculation)
         items.append(cache_item("draft KV cache", layers, dtype, max_batch_size, num_slots))
         width = config.vocab_size if is_model else config.draft_vocab_size
+        if not isinstance(config, DecoderConfig):
+            items.append(_states_item(config, dtype, max_batch_size))
         assert speculation.dynamic_tree_max_topK is not None
         rows = max_batch_size * speculation.dynamic_tree_max_topK
     items.append(MemoryItem("draft buffers", "draft logits of one pass", 2 * 4 * rows * width))
     return items
+
+
+def _states_item(
+    config: Eagle3Config | MtpConfig, dtype: torch.dtype, max_batch_size: int
+) -> MemoryItem:
+    """The target's states that a head keeps while it is not asked, at most."""
+    width = config.layers.hidden_size
+    if isinstance(config, Eagle3Config):
+        width = len(config.capture_layers) * config.target_hidden_size
+    size = max_batch_size * MAX_WAITING * width * dtype.itemsize
+    return MemoryItem("draft states", f"{max_batch_size} x {MAX_WAITING} rows of {width:,}", size)

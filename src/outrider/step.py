@@ -89,7 +89,7 @@ def speculative_step(
         was_asked=was_asked,
     )
     _share(record, requests)
-    budget.observe(record, committed, num_silent)
+    budget.observe(record, committed, num_silent, [verdict.path for verdict in verdicts])
     return record
 
 

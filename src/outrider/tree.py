@@ -37,6 +37,9 @@ class DraftTree:
     ``[V]`` it was drawn from; at most one child of a node. Every other node is a fixed guess:
     certain once its prefix is known. Only the ``rejection`` rule tells the two apart.
 
+    ``looked_up`` holds, for each node that was found without a pass of a module, the score that it
+    has on that ground alone: a tree may hold guesses of both kinds.
+
     ``is_finite``: no logits that the tree was made from, or would have been, were infinite or NaN.
     """
 
@@ -45,6 +48,7 @@ class DraftTree:
     depth: list[int] = field(default_factory=lambda: [0])
     score: list[float] = field(default_factory=lambda: [1.0])
     drawn: dict[int, NDArray[Any]] = field(default_factory=dict)
+    looked_up: dict[int, float] = field(default_factory=dict)
     is_finite: bool = True
 
     @classmethod
@@ -132,6 +136,7 @@ class DraftTree:
             depth=[self.depth[old] for old in kept],
             score=[self.score[old] for old in kept],
             drawn={index[old]: law for old, law in self.drawn.items() if old in index},
+            looked_up={index[old]: own for old, own in self.looked_up.items() if old in index},
             is_finite=self.is_finite,
         )
 
@@ -170,5 +175,7 @@ class DraftTree:
                 known = children[parent][token] = merged.add(parent, token, score)
                 children.append({})
             merged.score[known] = max(merged.score[known], score)
+            if node in other.looked_up:
+                merged.looked_up[known] = max(merged.looked_up.get(known, 0.0), score)
             place.append(known)
         return merged

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider.config import Method, SamplingParams, SpeculationConfig
 from outrider.counters import EngineStats
-from outrider.drafters import create_drafter
+from outrider.drafters import autoregressive, create_drafter
 from outrider.drafters.autoregressive import AutoregressiveDrafter, drafted_slots
 from outrider.drafters.draft_model import DraftModel
 from outrider.drafters.growth import Growth
@@ -285,6 +285,7 @@ class KeepsDraftedRows(AutoregressiveDrafter):
             self._cache.extend(state.row, num_kept)
             if state.waiting:
                 state.waiting[-1] = state.waiting[-1][num_kept:]
+                state.num_waiting -= num_kept
 
 
 @pytest.mark.parametrize(
@@ -447,10 +448,14 @@ def test_a_head_waits_for_the_states_of_the_first_step(target: Decoder, method: 
     (tree,) = drafter.propose(requests, [9])
 
     assert 0 == tree.num_drafted
-    assert 1 == passes_before == drafter.num_passes
+    assert 0 == passes_before == drafter.num_passes
 
 
-def test_a_prompts_rows_are_taken_in_chunk_by_chunk(target: Decoder) -> None:
+@pytest.mark.parametrize(("max_waiting", "num_passes"), [(256, 0), (4, 2)])
+def test_a_prompts_rows_wait_and_many_are_taken_in(
+    target: Decoder, max_waiting: int, num_passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autoregressive, "MAX_WAITING", max_waiting)
     chunked, whole = [drafter_of(Method.MTP, target, use_tree=True) for _ in range(2)]
     requests = requests_of(20)
     text = requests[0].token_ids
@@ -463,7 +468,7 @@ def test_a_prompts_rows_are_taken_in_chunk_by_chunk(target: Decoder) -> None:
     ready(whole, target, requests)
 
     assert whole.propose(requests, [9])[0].token == chunked.propose(requests, [9])[0].token
-    assert 3 + DEPTH == chunked.num_passes
+    assert num_passes + DEPTH == chunked.num_passes
 
 
 # --- rows of the cache --------------------------------------------------------------------------
@@ -575,3 +580,29 @@ def test_a_draft_model_reads_a_token_that_it_lacks_as_another(target: Decoder) -
     assert (1, 300) == logits_after(299).shape
     assert logits_after(0).equal(logits_after(300))
     assert not logits_after(299).equal(logits_after(300))
+
+
+def test_requests_that_fall_far_behind_are_taken_in_together(
+    target: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has too many rows that wait: those of the others that have many share its pass."""
+    monkeypatch.setattr(autoregressive, "MAX_WAITING", 8)
+    drafter = drafter_of(Method.EAGLE3, target, use_tree=False)
+    requests = requests_of(3, 6, 10)
+    hidden = [states_of(target, r.token_ids[:-1], drafter.captures) for r in requests]
+    for request in requests:
+        drafter.admit(request)
+    verdicts = [Verdict((), (request.token_ids[-1],), 0) for request in requests]
+    roots = [DraftTree.root(0) for _ in requests]
+    sizes = []
+    forward = drafter.module.forward
+
+    def listen(segments, feature_RX, cache, *, from_target):
+        sizes.append([len(segment.tokens) for segment in segments])
+        return forward(segments, feature_RX, cache, from_target=from_target)
+
+    drafter.module.forward = listen  # type: ignore[method-assign]
+    drafter.observe(requests, roots, verdicts, hidden)
+    drafter.observe(requests, roots, verdicts, hidden)  # again, as after a fault: nothing is left
+
+    assert [[4, 8]] == sizes

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.budget import ALLOWANCE, CEILING, PLAIN_ROUNDS, YIELD, Budget
+from outrider.accounts import ALLOWANCE, CEILING
+from outrider.budget import PLAIN_ROUNDS, YIELD, Budget
 from outrider.costs import CostTable
 from outrider.tree import DraftTree
 from outrider.types import StepRecord
@@ -69,7 +70,7 @@ def test_a_prompts_rows_leave_the_fewer_for_guesses(
 def test_pinned_settings_ask_always_and_for_everything() -> None:
     budget = Budget(None, max_rows=64)
     for _ in range(100):
-        budget.observe(drafted(0.02, 1), [10])
+        budget.observe(drafted(0.02, 1), [10], 0, [()])
 
     assert 0.0 == budget.min_score([10])
 
@@ -83,27 +84,38 @@ def test_a_faster_load_makes_time_dearer() -> None:
 
     assert 1 == budget.prune([tree], [10])[0].num_drafted
     for _ in range(100):  # four tokens a second
-        budget.observe(StepRecord(1, 2, 0.0, 1.3, 0.0, num_tokens=5, was_asked=True), [10])
+        record = StepRecord(1, 2, 0.0, 1.3, 0.0, num_tokens=5, was_asked=True)
+        budget.observe(record, [10], 0, [()])
     assert 0 == budget.prune([tree], [10])[0].num_drafted
 
 
-def test_a_pass_must_promise_what_its_time_is_worth() -> None:
-    budget = begun(FLAT)
+@pytest.mark.parametrize("row_s", [0.0, 0.001])
+def test_a_pass_must_promise_what_its_time_and_its_childs_row_are_worth(row_s: float) -> None:
+    table = CostTable((1, 64), (64,), ((0.02, 0.02 + 63 * row_s),))
+    budget = begun(table)
     for _ in range(90):
         budget.prune([certain_chain()], [10])
-        budget.observe(drafted(0.02, 2, draft_s=0.004, passes=2), [10])
+        seconds = 0.02 + 2 * row_s
+        budget.observe(drafted(seconds, 3, draft_s=0.004, passes=2, rows=3), [10], 0, [(1, 2)])
 
-    # 2 tokens in 24 ms; a pass takes 2 ms, and a child is half as likely as its parent.
-    assert 2 / 0.024 * 0.002 / YIELD == pytest.approx(budget.min_score([10]) or 0, rel=0.05)
+    # 3 tokens in 24 ms and two rows; a pass takes 2 ms; a child is half as likely as its parent.
+    rate = 3 / (0.024 + 2 * row_s)
+    assert rate * (0.002 + row_s) / YIELD == pytest.approx(budget.min_score([10]) or 0, rel=0.05)
 
 
 def drafted(
-    seconds: float, tokens: int, *, draft_s: float = 0.01, passes: int = 1, users: int = 1
+    seconds: float,
+    tokens: int,
+    *,
+    draft_s: float = 0.01,
+    passes: int = 1,
+    users: int = 1,
+    rows: int | None = None,
 ) -> StepRecord:
     """A round that drafted."""
     return StepRecord(
         num_requests=users,
-        num_rows=users,
+        num_rows=users if rows is None else rows,
         draft_s=draft_s,
         verify_s=seconds,
         rest_s=0.0,
@@ -143,7 +155,8 @@ def play(budget: Budget, num_rounds: int, accepted: int, users: int = 1) -> list
         asked.append(budget.min_score([10] * users) is not None)
         if asked[-1]:
             budget.prune([certain_chain()] * users, [10] * users)
-            budget.observe(drafted(0.02, users * (1 + accepted), users=users), [10] * users)
+            record = drafted(0.02, users * (1 + accepted), users=users)
+            budget.observe(record, [10] * users, 0, [range(1, accepted + 1)] * users)
         else:
             budget.observe(plain(0.02, users), [10] * users)
     return asked
@@ -197,3 +210,80 @@ def test_a_good_past_does_not_pay_for_a_bad_present() -> None:
 
     assert 0.5 * sum(at_first) < 10 * CEILING
     assert sum(later) < 40
+
+
+def merged(looked_up: float, of_passes: float) -> DraftTree:
+    """One token that was looked up, and one that a pass found."""
+    tree = DraftTree.root(1)
+    tree.looked_up[tree.add(0, 2, looked_up)] = looked_up
+    if of_passes:
+        tree.add(0, 3, of_passes)
+    return tree
+
+
+def play_merged(budget: Budget, num_rounds: int, right: int, users: int = 8) -> list[str]:
+    """Rounds in which the node that was looked up (1), or that of the pass (2), is right.
+
+    A pass takes a quarter of the target's.
+    """
+    done = []
+    for _ in range(num_rounds):
+        min_score = budget.min_score([10] * users)
+        if min_score is None:
+            done.append("plain")
+            budget.observe(plain(0.02, users), [10] * users)
+            continue
+        makes_passes = min_score <= 1
+        done.append("passes" if makes_passes else "lookups")
+        trees = [merged(0.6, 0.3 if makes_passes else 0.0)] * users
+        kept = budget.prune(trees, [10] * users)
+        hits = [(right,) if len(tree) > right else () for tree in kept]
+        tokens = users + sum(map(len, hits))
+        passes = int(makes_passes)
+        record = drafted(0.02, tokens, draft_s=0.005 * passes, passes=passes, users=users)
+        budget.observe(record, [10] * users, 0, hits)
+    return done
+
+
+def test_passes_that_add_nothing_to_what_is_looked_up_are_left_out() -> None:
+    done = play_merged(begun(FLAT, 8), 1000, right=1)
+
+    assert done.count("lookups") > 900
+    assert 0 < done.count("passes") < 40
+    assert done.count("plain") < 20
+
+
+def test_passes_that_find_what_cannot_be_looked_up_are_made() -> None:
+    done = play_merged(begun(FLAT, 8), 1000, right=2)
+
+    assert done.count("passes") > 900
+
+
+def test_a_load_beyond_one_at_which_drafting_was_given_up_begins_without() -> None:
+    budget = begun(FLAT, 4)
+    play(budget, 200, accepted=0, users=4)
+    more = play(budget, 60, accepted=0, users=16)
+
+    assert [False] * 60 == more
+    assert any(play(budget, 1000, accepted=2, users=16))
+
+
+def test_catching_up_before_a_look_is_paid_for_by_a_longer_wait() -> None:
+    """A look that is preceded by two rounds' worth of rows comes less often."""
+
+    def looks(late_s: float) -> int:
+        budget, count, was_asked = begun(FLAT), 0, True
+        play(budget, 200, accepted=0)
+        for _ in range(4000):
+            is_asked = budget.min_score([10]) is not None
+            if is_asked:
+                budget.prune([certain_chain()], [10])
+                draft_s = 0.01 if was_asked else 0.01 + late_s
+                budget.observe(drafted(0.02, 1, draft_s=draft_s), [10], 0, [()])
+                count += not was_asked
+            else:
+                budget.observe(plain(0.02), [10])
+            was_asked = is_asked
+        return count
+
+    assert 0 < looks(0.04) < 0.6 * looks(0.0)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 
-from outrider.costs import TABLE_ROWS, CostTable, RoundCosts, measure_costs
+from outrider import costs as costs_module
+from outrider.costs import TABLE_ROWS, CostTable, RoundCosts, measure_costs, still_holds
+from outrider.llm import _cost_table
+from outrider.models.decoder import Decoder
+from outrider.models.machine import ResultCache
 from tests.models import random_decoder
 
 TABLE = CostTable((1, 2, 4, 8, 16), (64,), ((0.020, 0.020, 0.022, 0.025, 0.030),))
@@ -32,6 +37,49 @@ def test_measured_costs_never_fall_with_rows() -> None:
     assert table == CostTable.from_json(
         {"rows": list(table.rows), "contexts": [64], "seconds": [list(table.seconds[0])]}
     )
+
+
+class Clock:
+    """Seconds that stand still except during a pass, which takes as long per row as it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, second_per_row: float) -> None:
+        self.now, self.num_passes = 0.0, 0
+        forward = Decoder.forward
+
+        def timed(decoder, segments, cache, **more):
+            self.now += second_per_row * sum(len(segment.tokens) for segment in segments)
+            self.num_passes += 1
+            return forward(decoder, segments, cache, **more)
+
+        monkeypatch.setattr(costs_module.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(Decoder, "forward", timed)
+
+
+def table_of(second_per_row: float, rows: tuple[int, ...] = TABLE_ROWS) -> CostTable:
+    return CostTable(rows, (64,), (tuple(second_per_row * count for count in rows),))
+
+
+@pytest.mark.parametrize(("now", "holds"), [(1.0, True), (1.2, True), (1.5, False), (0.5, False)])
+def test_a_remembered_table_holds_while_passes_take_what_it_says(
+    now: float, holds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Clock(monkeypatch, now * 1e-3)
+
+    assert holds == still_holds(table_of(1e-3), random_decoder())
+
+
+def test_the_check_of_a_slow_target_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Clock(monkeypatch, 1.0)
+
+    assert still_holds(table_of(1.0), random_decoder())
+    assert len(costs_module.CHECKED_ROWS) == slow.num_passes
+
+
+def test_a_table_of_other_rows_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, 1e-3)
+
+    assert not still_holds(table_of(1e-3, (1, 64)), random_decoder())
+    assert 0 == clock.num_passes
 
 
 def test_prices_are_the_tables_until_a_round_was_served() -> None:
@@ -90,3 +138,18 @@ def test_noise_averages_out() -> None:
         costs.observe(2, 6, 64, TABLE.at(6, 64) * dice.lognormvariate(0.0, 0.2))
 
     assert TABLE.at(6, 64) == pytest.approx(costs.at(2, 6, 64), rel=0.2)
+
+
+def test_a_remembered_table_that_holds_no_more_is_measured_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, results = random_decoder(), ResultCache(tmp_path)
+
+    def found(second_per_row: float) -> CostTable:
+        Clock(monkeypatch, second_per_row)
+        return _cost_table(target, "weights", 128, results, None)
+
+    first, same, slower = found(1e-3), found(1e-3), found(5e-3)
+
+    assert first == same
+    assert 5 * first.at(16, 64) == pytest.approx(slower.at(16, 64))

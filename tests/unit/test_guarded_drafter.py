@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -71,7 +72,7 @@ def long_winded(beginning: list[int]) -> list[int]:
     return next(prompt for prompt in prompts if 20 == len(answer(prompt, 20)))
 
 
-@pytest.mark.parametrize("where", ["admit", "adopt", "prefill", "observe"])
+@pytest.mark.parametrize("where", ["admit", "adopt", "prefill"])
 def test_a_call_about_one_request_costs_that_ones_drafts(where: str) -> None:
     server = Server(max_slots=None)
     beginning = [7, 3] * 20
@@ -102,6 +103,42 @@ def test_a_fault_that_does_not_come_again_costs_a_step_of_drafts() -> None:
     assert before == after
     assert min(drafted_later(server, requests)) > 0
     assert 1 == server.engine.stats().draft_faults
+    check_texts(requests)
+
+
+def test_a_fault_of_observing_all_at_once_costs_nothing() -> None:
+    """Each is observed for itself then, and nothing is counted or taken in twice."""
+    server = Server(max_slots=None)
+    requests = begun(server)
+    server.drafter.fails_at = {"observe"}
+    server.step()
+
+    assert min(drafted_later(server, requests)) > 0
+    assert 1 == server.engine.stats().draft_faults
+    check_texts(requests)
+
+
+def test_all_requests_are_observed_in_one_call_and_one_by_one_after_a_fault() -> None:
+    server = Server(max_slots=None)
+    requests = begun(server)
+    observe, calls = server.drafter.observe, []
+
+    def listen(members: list[Request], *told: Any) -> None:
+        calls.append(len(members))
+        if requests[1] in members and len(calls) > 1:
+            server.drafter.num_faults += 1
+            raise RuntimeError("on one")
+        observe(members, *told)
+
+    server.drafter.observe = listen  # type: ignore[method-assign]
+    server.step()
+    server.step()
+    first, second, third = drafted_later(server, requests)
+
+    assert [3, 3, 1, 1, 1, 2] == calls[:6]
+    assert 0 == second
+    assert min(first, third) > 0
+    assert 2 == server.engine.stats().draft_faults  # in company, then alone
     check_texts(requests)
 
 

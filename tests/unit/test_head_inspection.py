@@ -238,6 +238,7 @@ def test_the_command_prints_tables_or_one_document(tmp_path, model, capsys):
     details = {item["what"]: item["detail"] for item in document["memory_plan"]["items"]}
     assert "eagle3" == document["head"]["method"]
     assert details["draft KV cache"].startswith("4 x ")
+    assert details["draft states"].startswith("4 x 256 rows of ")
 
 
 def write_pickle(path: Path) -> None:

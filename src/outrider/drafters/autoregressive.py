@@ -13,8 +13,9 @@ Drafted rows are never kept, accepted or not: the next step's first pass compute
 again from true states, which costs next to nothing and keeps acceptance from drifting.
 
 A request that is not asked for guesses only collects its rows, which wait for the first pass of the
-step that asks again; ``MAX_WAITING`` of them at once are taken in without being asked, so that
-neither their states nor that first pass grow without bound.
+step that asks again, so most of a text that is decoded plainly is never taken in. Only where more
+than ``MAX_WAITING`` rows wait they are taken in without being asked, those of all requests together
+that have many, so that neither their states nor that first pass grow without bound.
 
 Row t of a head joins the state at position t with token t + 1 (``token_shift`` 1), row t of a draft
 model is token t (``token_shift`` 0); in both the newest true row predicts the root's children.
@@ -39,8 +40,11 @@ from outrider.tree import DraftTree
 from outrider.types import Verdict
 from outrider.vocabulary import DraftVocabulary
 
-# Rows that may wait to be taken in: far more than a step brings, few enough for one short pass.
-MAX_WAITING = 64
+# Rows of a request that may wait to be taken in: as long as most answers, small beside its keys and
+# values.
+MAX_WAITING = 256
+MAX_LATE = 32  # rows of a request that its first pass takes in besides; more come before it
+MAX_ROWS = 512  # of a pass that only takes in
 
 
 class DraftModule(Protocol):
@@ -81,16 +85,19 @@ class _State:
 
     row: int
     waiting: list[Tensor] = field(default_factory=list)
+    num_waiting: int = 0
     growth: Growth | None = None
 
-    @property
-    def num_waiting(self) -> int:
-        return sum(len(states) for states in self.waiting)
+    def add(self, states_TC: Tensor) -> None:
+        """These rows wait too."""
+        self.waiting.append(states_TC)
+        self.num_waiting += len(states_TC)
 
     def take(self, count: int) -> None:
         """The first ``count`` rows wait no longer."""
         left = torch.cat(self.waiting)[count:]
-        self.waiting = [left] if len(left) else []
+        self.num_waiting = len(left)
+        self.waiting = [left] if self.num_waiting else []
 
 
 @dataclass(slots=True)
@@ -171,26 +178,31 @@ class AutoregressiveDrafter:
         num_known = self._cache.committed(source.row)
         num_rows = min(num_known, num_tokens - self.module.token_shift)
         num_states = max(0, num_tokens - num_known)
-        waiting = [torch.cat(source.waiting)[:num_states]] if source.waiting and num_states else []
+        waiting = source.waiting
         if takes_over:
             del self._states[source_id]
             self._cache.rollback(source.row, num_rows)
-            state = _State(source.row, waiting)
+            state = _State(source.row)
         else:
-            state = _State(self._cache.allocate(), waiting)
+            state = _State(self._cache.allocate())
             self._cache.copy_prefix(source.row, state.row, num_rows)
+        if waiting and num_states:
+            state.add(torch.cat(waiting)[:num_states])
         self._states[request.request_id] = state
         return num_rows + state.num_waiting if self.captures else num_tokens
 
     def prefill(self, request: DraftRequest, num_committed: int, hidden_TC: Tensor | None) -> None:
-        """Take in the prompt's rows at once, so that the first step does not wait for them."""
+        """Keep the prompt's states; take them in only where very many wait.
+
+        A short prompt's rows share the first pass that is made for guesses, if one ever is.
+        """
         state = self._states[request.request_id]
         if hidden_TC is not None:
-            state.waiting.append(hidden_TC)
-        start = self._cache.committed(state.row)
+            state.add(hidden_TC)
         end = num_committed + self.module.token_shift
-        tokens = request.token_ids[start + self.module.token_shift : end]
-        self._take_in([(state, tokens)], is_silent=True)
+        tokens = request.token_ids[self._first_token(state) : end]
+        if len(tokens) > MAX_WAITING:
+            self._take_in([(state, tokens)], is_silent=True)
 
     def propose(
         self, requests: Sequence[DraftRequest], max_depth: Sequence[int], min_score: float = 0.0
@@ -200,18 +212,25 @@ class AutoregressiveDrafter:
         That is so in a request's first step, which is what computes the prompt's last states.
         """
         trees = [DraftTree.root(request.token_ids[-1]) for request in requests]
+        if min_score > 1:  # which is the root's
+            return trees
         rows: list[tuple[_State, list[int]]] = []
+        late: list[tuple[_State, list[int]]] = []
         growing: list[tuple[int, _Layers]] = []
         for b, (request, depth) in enumerate(zip(requests, max_depth, strict=True)):
             state = self._states[request.request_id]
             tokens = self._new_tokens(request, state)
             if depth < 1 or not tokens:
                 continue
+            if len(tokens) > MAX_LATE:
+                late.append((state, tokens[:-1]))
+                tokens = tokens[-1:]
             shape = self._shape.within(depth)
             state.growth = Growth(request, shape, self.vocabulary, self._experience)
             rows.append((state, tokens))
             growing.append((b, _Layers(state.growth, state.row, {})))
         if growing:
+            self._catch_up(late)
             layers = [layer for _, layer in growing]
             output = self._take_in(rows, is_silent=False)
             self._extend(layers, [[0]] * len(layers), output)
@@ -229,23 +248,26 @@ class AutoregressiveDrafter:
     ) -> None:
         """Count hits and misses; keep the new states for the next step's first pass.
 
-        Of a request with very many rows that wait, the first ones are taken in here.
+        Where a request has very many rows that wait, those of all that have many are taken in here.
+        States that a call that failed left behind are not taken twice.
         """
-        behind = []
+        many: list[tuple[_State, list[int]]] = []
+        is_due = False
         for request, tree, verdict, hidden_TC in zip(
             requests, trees, verdicts, hidden, strict=True
         ):
             state = self._states[request.request_id]
             if state.growth is not None:
-                state.growth.learn(tree, verdict.tokens)
-                state.growth = None
-            if hidden_TC is not None:
-                state.waiting.append(hidden_TC)
-            tokens = self._new_tokens(request, state)
-            if len(tokens) > MAX_WAITING:  # the newest row stays: its logits are the next guesses
-                behind.append((state, tokens[:MAX_WAITING]))
-        if behind:
-            self._take_in(behind, is_silent=True)
+                growth, state.growth = state.growth, None
+                growth.learn(tree, verdict.tokens)
+            num_rows = len(request.token_ids) - self._first_token(state)
+            if hidden_TC is not None and state.num_waiting < num_rows:
+                state.add(hidden_TC)
+            if num_rows > MAX_WAITING // 2 and (tokens := self._new_tokens(request, state)):
+                many.append((state, tokens[:-1]))  # the newest row's logits are the next guesses
+                is_due = is_due or num_rows > MAX_WAITING
+        if is_due:
+            self._catch_up(many)
 
     def release(self, request: Identified) -> None:
         """Give the cache row back, scrubbed: states of a target that failed are not finite."""
@@ -253,12 +275,31 @@ class AutoregressiveDrafter:
         if state is not None:
             self._cache.free(state.row, scrub=True)
 
+    def _first_token(self, state: _State) -> int:
+        """Which token the first row that is not taken in yet holds."""
+        return self._cache.committed(state.row) + self.module.token_shift
+
     def _new_tokens(self, request: DraftRequest, state: _State) -> list[int]:
         """The tokens of the rows to take in; none while a head lacks some of their states."""
-        first = self._cache.committed(state.row) + self.module.token_shift
-        tokens = request.token_ids[first:]
+        tokens = request.token_ids[self._first_token(state) :]
         is_complete = not self.captures or len(tokens) == state.num_waiting
         return tokens if is_complete else []
+
+    def _catch_up(self, pairs: Sequence[tuple[_State, list[int]]]) -> None:
+        """Take in rows of several requests, in passes of at most ``MAX_ROWS`` or one request.
+
+        They guess nothing, so they are not counted as passes.
+        """
+        num_passes = self.num_passes
+        group: list[tuple[_State, list[int]]] = []
+        for pair in pairs:
+            if group and sum(len(tokens) for _, tokens in [*group, pair]) > MAX_ROWS:
+                self._take_in(group, is_silent=True)
+                group = []
+            group.append(pair)
+        if group:
+            self._take_in(group, is_silent=True)
+        self.num_passes = num_passes
 
     def _take_in(
         self, pairs: Sequence[tuple[_State, list[int]]], *, is_silent: bool
@@ -278,13 +319,20 @@ class AutoregressiveDrafter:
         return output
 
     def _grow(self, layers: Sequence[_Layers], min_score: float) -> None:
-        """Layer by layer, until no tree has nodes worth growing on."""
+        """Layer by layer, until the trees have no nodes that are worth a pass.
+
+        A pass is for all trees that grow on, so those must promise together as much as if every
+        tree promised ``min_score``.
+        """
         while True:
             frontiers = [layer.growth.frontier(min_score) for layer in layers]
             active = [
                 (layer, nodes) for layer, nodes in zip(layers, frontiers, strict=True) if nodes
             ]
-            if not active:
+            promised = sum(
+                max(layer.growth.tree.score[node] for node in nodes) for layer, nodes in active
+            )
+            if not active or promised < min_score * len(layers):
                 return
             segments, features = [], []
             for layer, nodes in active:

@@ -101,7 +101,9 @@ class Drafter(Protocol):
         """One tree per request, no deeper than its ``max_depth`` (0: the root alone).
 
         The root is the request's last token. ``score`` is the drafter's confidence in (0, 1].
-        Nodes below ``min_score`` would not pay: a drafter need not spend time on them.
+        A pass extends nodes of at least ``min_score`` only, and is made only if the best such nodes
+        of the requests promise together ``min_score`` times their number. Above 1, which is the
+        root's, there is none, and what is proposed is looked up.
         """
         ...
 
@@ -115,7 +117,8 @@ class Drafter(Protocol):
         """Learn what the target decided; ``request.token_ids`` already holds the new tokens.
 
         ``hidden[b]`` are the captured states ``[T, C]`` of the positions the step committed: those
-        that prefill had left, the root's and the accepted nodes'.
+        that prefill had left, the root's and the accepted nodes'. A call that raised may be made
+        again, for the same requests one by one, and must not count anything twice.
         """
         ...
 

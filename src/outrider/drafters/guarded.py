@@ -8,6 +8,7 @@ drafted, so a request can always go on without:
 - ``propose`` works for several at once. When it raises, all go on plainly for that step, and from
   the next one they are asked about one by one, until each has been answered once: the one that
   fails alone is to blame.
+- ``observe`` too works for several at once, and is called again one by one when it raises.
 - After ``MAX_DRY`` steps in a row in which it failed and nobody got an answer, it is not asked any
   more.
 
@@ -124,11 +125,20 @@ class GuardedDrafter:
         verdicts: Sequence[Verdict],
         hidden: Sequence[Tensor | None],
     ) -> None:
-        """Let the drafter learn, one request at a time: it is clear then which one it fails on."""
-        for request, tree, verdict, hidden_TC in zip(
-            requests, trees, verdicts, hidden, strict=True
-        ):
-            self._try(request, self._drafter.observe, [request], [tree], [verdict], [hidden_TC])
+        """Let the drafter learn: of all at once, and after a fault of each for itself.
+
+        All at once lets a drafter share its passes; one by one shows which request it fails on.
+        """
+        asked = [b for b, request in enumerate(requests) if self._may_draft(request)]
+        if len(asked) > 1:
+            try:
+                self._drafter.observe(*_part(asked, requests, trees, verdicts, hidden))
+                return
+            except Exception as error:
+                self._count(error)
+        for b in asked:
+            told = _part([b], requests, trees, verdicts, hidden)
+            self._try(requests[b], self._drafter.observe, *told)
 
     def release(self, request: Identified) -> None:
         """Forget a request, and that it went on plainly."""
@@ -189,6 +199,11 @@ class GuardedDrafter:
         if self._num_dry == MAX_DRY and not self.is_off:
             self.is_off = True
             _log.error("the drafter failed %d times in a row: drafting is off", MAX_DRY)
+
+
+def _part(places: Sequence[int], *columns: Sequence[Any]) -> list[list[Any]]:
+    """These places of each column."""
+    return [[column[place] for place in places] for column in columns]
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,16 +62,19 @@ class MedusaDrafter:
         self,
         requests: Sequence[DraftRequest],
         max_depth: Sequence[int],
-        min_score: float = 0.0,  # noqa: ARG002 - all heads run in one pass
+        min_score: float = 0.0,
     ) -> list[DraftTree]:
-        """One tree per request; the root alone in a request's first step, before any state."""
+        """One tree per request; the root alone in a request's first step, before any state.
+
+        All heads run in one pass, which extends the root, whose score is 1.
+        """
         trees = [DraftTree.root(request.token_ids[-1]) for request in requests]
         drafting = [
             b
             for b, (request, depth) in enumerate(zip(requests, max_depth, strict=True))
             if depth > 0 and request.request_id in self._state_of
         ]
-        if not drafting:
+        if not drafting or min_score > 1:
             return trees
         self.num_passes += 1
         state_BD = torch.stack([self._state_of[requests[b].request_id] for b in drafting])

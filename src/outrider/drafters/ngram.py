@@ -180,6 +180,7 @@ class NgramDrafter:
                 break
             best = heapq.heappop(frontier)
             node = tree.add(best.parent, best.token, -best.negative_score)
+            tree.looked_up[node] = tree.score[node]
             state.plan[best.parent].children[best.token] = node
             state.plan.append(_Plan())
         return tree

@@ -73,7 +73,7 @@ class Prediction:
         score = 1.0
         for node, token in enumerate(self._chain):
             score *= self._chance(node)
-            tree.add(node, token, score)
+            tree.looked_up[tree.add(node, token, score)] = score
         return tree
 
     def observe(self, tree: DraftTree, verdict: Verdict, num_emitted: int) -> None:
