@@ -36,7 +36,7 @@ from outrider.models.machine import (
     preferred_dtype,
     processor_name,
 )
-from outrider.models.memory import MemoryPlan, plan_memory
+from outrider.models.memory import MemoryPlan, plan_memory, return_freed_memory
 from outrider.pairing import (
     OpenedDrafter,
     TargetFiles,
@@ -172,10 +172,12 @@ class LLM:
         """Prompt plus output tokens of one request."""
         return self._loaded.max_model_len
 
-    def with_speculation(self, speculation: SpeculationConfig) -> LLM:
+    def with_speculation(
+        self, speculation: SpeculationConfig, *, on_progress: ProgressCallback | None = None
+    ) -> LLM:
         """The same loaded weights with other speculation; both stay usable side by side.
 
-        The new object has a cache of its own.
+        The new object has a cache of its own, and its memory plan lists nothing that is shared.
 
         Raises:
             CapacityError: a second cache does not fit.
@@ -184,16 +186,17 @@ class LLM:
         _check_type("speculation", speculation, SpeculationConfig)
         other = object.__new__(LLM)
         other._loaded = self._loaded
-        opened = open_drafter(speculation, self._loaded.files, None)
+        opened = open_drafter(speculation, self._loaded.files, on_progress)
         try:
             source = None if opened is None else opened.source
-            other.memory_plan = plan_pair(self.config, speculation, self._loaded.engine, source)
-            other.memory_plan.without_weights().check()
+            plan = plan_pair(self.config, speculation, self._loaded.engine, source)
+            other.memory_plan = plan.without_weights()
+            other.memory_plan.check()
         except BaseException:
             if opened is not None:
                 opened.close()
             raise
-        other._start(speculation, opened, None)
+        other._start(speculation, opened, on_progress)
         return other
 
     def _start(
@@ -453,6 +456,7 @@ def _load_model(
 
     target = Decoder(config, checkpoint.weights, dtype=dtype, policies=policies, on_layer=on_layer)
     checkpoint.weights.close()
+    return_freed_memory()
     weights_hash = checkpoint.weights_hash
     exact = None
     if engine.self_test != "off":

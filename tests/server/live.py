@@ -12,7 +12,7 @@ import httpx
 
 from outrider.llm import LLM
 from outrider.request import Request
-from outrider.server.running import RunningServer, bind
+from outrider.server.running import Front, RunningServer, bind
 from outrider.server.service import Service
 from outrider.server.settings import ServerSettings
 
@@ -29,16 +29,15 @@ class LiveServer:
         self.port = self._bound.getsockname()[1]
         self.url = f"http://{HOST}:{self.port}"
         self._is_ready = threading.Event()
-        self._server = RunningServer(
-            llm, ServerSettings(**fields), self._bound, on_ready=self._is_ready.set
-        )
+        front = Front(llm=llm, settings=ServerSettings(**fields), bound=self._bound)
+        self._server = RunningServer([front], on_ready=self._is_ready.set)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.status: int | None = None
 
     @property
     def service(self) -> Service:
-        return self._server.service
+        return self._server.services[0]
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -78,11 +77,11 @@ class LiveServer:
         return self.post("/v1/chat/completions", chat_body(text, **fields))
 
     def stats(self) -> Any:
-        return self.service.thread.stats
+        return self.service.desk.stats
 
     def wait_until_idle(self, timeout_s: float = 20.0) -> None:
         """Until no request runs or waits and no slot is held."""
-        wait_for(lambda: self.service.thread.num_open == 0, timeout_s)
+        wait_for(lambda: self.service.desk.num_open == 0, timeout_s)
         wait_for(lambda: (0, 0, 0) == self.load(), timeout_s)
 
     def load(self) -> tuple[int, int, int]:
