@@ -16,7 +16,12 @@ from typing import Any
 
 import torch
 
-from outrider.config import EngineConfig, SamplingParams, SpeculationConfig
+from outrider.config import (
+    DEFAULT_MAX_MODEL_LEN,
+    EngineConfig,
+    SamplingParams,
+    SpeculationConfig,
+)
 from outrider.costs import CostTable, measure_costs
 from outrider.drafters import Drafter, DraftSource
 from outrider.engine import Engine
@@ -49,9 +54,6 @@ from outrider.selfcheck import SelfCheck, check_head
 from outrider.types import Completion, ProgressCallback, TextChunk, TokenLogprobs, Usage
 
 Prompt = str | Sequence[int]
-
-# Longer contexts are a setting, not a default: the cache is allocated up front.
-DEFAULT_MAX_MODEL_LEN = 2048
 
 GREEDY = SamplingParams()
 
@@ -217,6 +219,7 @@ class LLM:
         self.speculation = speculation
         self._engine = _new_engine(loaded, speculation, drafter)
         self.warnings = _check_head(loaded, opened, drafter, on_progress)
+        return_freed_memory()
 
     def generate(
         self,
@@ -456,7 +459,6 @@ def _load_model(
 
     target = Decoder(config, checkpoint.weights, dtype=dtype, policies=policies, on_layer=on_layer)
     checkpoint.weights.close()
-    return_freed_memory()
     weights_hash = checkpoint.weights_hash
     exact = None
     if engine.self_test != "off":

@@ -97,11 +97,15 @@ def test_keys_come_from_flag_file_and_environment(
 )
 def test_an_open_server_that_others_reach_is_warned_about(host: str, expected: bool) -> None:
     is_loopback = ServeOptions(host=host).is_loopback
-    warned = any("warning" in line for line in announcement({"http://x": "off"}, "m", (), is_loopback))
+    warned = any(
+        "warning" in line for line in announcement({"http://x": "off"}, "m", (), is_loopback)
+    )
 
     assert expected == is_loopback
     assert expected != warned
-    assert not any("warning" in line for line in announcement({"http://x": "off"}, "m", ("k",), False))
+    assert not any(
+        "warning" in line for line in announcement({"http://x": "off"}, "m", ("k",), False)
+    )
 
 
 class Process:

@@ -100,9 +100,9 @@ class ServeOptions:
     also: Annotated[
         list[str],
         _flag(
-            "PORT=METHOD or PORT=METHOD=HEAD: the same weights once more, on another port, drafting "
-            "by a method as bench names them (off, ngram, eagle3-tree+ngram ...); may be repeated. "
-            "For comparing: one process, one copy of the weights, a cache each.",
+            "PORT=METHOD or PORT=METHOD=HEAD: the same weights once more, on another port, "
+            "drafting by a method as bench names them (off, ngram, eagle3-tree+ngram ...); may be "
+            "repeated. For comparing: one process, one copy of the weights, a cache each.",
             negative="",
             show_default=False,
         ),
