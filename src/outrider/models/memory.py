@@ -162,7 +162,7 @@ def return_freed_memory() -> None:
     A checkpoint's tensors are widened one by one while it is loaded, and glibc keeps their memory
     in the loading thread's arena, where nobody asks for it again: 58 MB of the embedded model.
     """
-    with contextlib.suppress(OSError, AttributeError):  # no C library of that name, or another one
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # each system lacks it otherwise
         ctypes.CDLL(None).malloc_trim(0)
 
 
