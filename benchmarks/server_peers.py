@@ -73,8 +73,8 @@ def commands(arguments: argparse.Namespace) -> dict[str, tuple[str, ...]]:
         model=arguments.model, threads=arguments.threads, max_model_len=arguments.context
     )
     name = ("--served-model-name", _SERVED)
-    found = {OURS_PLAIN: (*flags.command("off", most), *name)} | {
-        f"{OURS}-{method}": (*flags.command(method, most), *name) for method in arguments.methods
+    found = {OURS_PLAIN: (*flags.command(["off"], most), *name)} | {
+        f"{OURS}-{method}": (*flags.command([method], most), *name) for method in arguments.methods
     }
     if arguments.vllm is not None:
         variables = vllm_peer.environment(arguments.vllm, arguments.threads).items()
@@ -109,14 +109,16 @@ async def measure(arguments: argparse.Namespace, workload: Workload) -> list[Run
         servers: dict[str, Server] = {}
         for arm, command in commands(arguments).items():
             note(f"starting {arm}")
-            server = Server(arm, command, logs / f"{arm}.log")
+            server = Server([arm], command, logs / f"{arm}.log")
             servers[arm] = await stack.enter_async_context(server)
             await server.wait_ready(client, arguments.start_timeout, lambda _: None)
         stages = stack.enter_context(Stages())
         for users in arguments.users:
             settings = BenchSettings(
                 arms=tuple(
-                    ArmSpec(name=arm, method=arm, is_baseline=arm == OURS_PLAIN, url=server.url)
+                    ArmSpec(
+                        name=arm, method=arm, is_baseline=arm == OURS_PLAIN, url=server.url(arm)
+                    )
                     for arm, server in servers.items()
                 ),
                 sampling=sampling,

@@ -19,6 +19,12 @@ from typing import TYPE_CHECKING
 # it a decoding step takes about 1.5 times as long where transparent huge pages are on request.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
+# oneDNN keeps what it compiled for every shape, and every number of rows is a shape: by default
+# 1,024 of them, of 0.6 MB each for the embedded model. A step needs five, and a mixed load's steps
+# draw from so few numbers of rows that 256 are compiled hardly more often. Read as torch is loaded.
+for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(_cache, "256")
+
 __version__ = "0.1.0"
 
 _HOMES = {

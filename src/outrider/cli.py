@@ -430,10 +430,15 @@ def demo(
     """
     benching = _benching("demo")
     loads = LoadOptions(concurrency=concurrency).loads()
-    specs = ArmOptions(methods=methods, head=head or []).specs(engine, loads)
-    workload = WorkloadOptions(max_tokens=max_tokens or benching.demo_tokens(len(specs)))
-    settings = DEMO_MEASURING.settings(specs, loads, workload.sampling(), rounds=DEMO_ROUNDS)
-    asked = benching.read_prompts(workload)
+    asked = benching.read_prompts(WorkloadOptions())
+
+    def answer_len(num_arms: int) -> int:
+        return max_tokens or benching.demo_tokens(num_arms)
+
+    arms = ArmOptions(methods=methods, head=head or [])
+    specs = arms.specs(engine, loads, asked.questions, answer_len)
+    sampling = WorkloadOptions(max_tokens=answer_len(len(specs))).sampling()
+    settings = DEMO_MEASURING.settings(specs, loads, sampling, rounds=DEMO_ROUNDS)
     status = benching.run(settings, asked, out or benching.new_folder("demo"), typed, json=json)
     return {EXIT_INVALID: EXIT_FAILURE, EXIT_INTERRUPTED: EXIT_INTERRUPTED}.get(status, EXIT_OK)
 
@@ -527,7 +532,14 @@ def bench(
     )
     asked = benching.read_prompts(workload)
     # Last: which methods there are depends on the model, which may have to be fetched.
-    settings = replace(settings, arms=arms.specs(engine, loads))
+    specs = arms.specs(
+        engine,
+        loads,
+        asked.questions,
+        lambda _: workload.max_tokens,
+        is_chat=settings.sampling.is_chat,
+    )
+    settings = replace(settings, arms=specs)
     folder = out or benching.new_folder("bench")
     return benching.run(settings, asked, folder, typed, json=json, csv=csv)
 

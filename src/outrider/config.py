@@ -336,6 +336,10 @@ class AdmissionLimits:
             _whole("max_waiting_tokens", self.max_waiting_tokens, 0, 2**31 - 1)
 
 
+# Longer contexts are a setting, not a default: the cache is allocated up front.
+DEFAULT_MAX_MODEL_LEN = 2048
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How much runs at once, on what, in which precision.

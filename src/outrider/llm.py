@@ -16,7 +16,12 @@ from typing import Any
 
 import torch
 
-from outrider.config import EngineConfig, SamplingParams, SpeculationConfig
+from outrider.config import (
+    DEFAULT_MAX_MODEL_LEN,
+    EngineConfig,
+    SamplingParams,
+    SpeculationConfig,
+)
 from outrider.costs import CostTable, measure_costs, still_holds
 from outrider.drafters import Drafter, DraftSource
 from outrider.engine import Engine
@@ -37,7 +42,7 @@ from outrider.models.machine import (
     preferred_dtype,
     processor_name,
 )
-from outrider.models.memory import MemoryPlan, plan_memory
+from outrider.models.memory import MemoryPlan, plan_memory, return_freed_memory
 from outrider.pairing import (
     OpenedDrafter,
     TargetFiles,
@@ -50,9 +55,6 @@ from outrider.selfcheck import SelfCheck, check_head
 from outrider.types import Completion, ProgressCallback, TextChunk, TokenLogprobs, Usage
 
 Prompt = str | Sequence[int]
-
-# Longer contexts are a setting, not a default: the cache is allocated up front.
-DEFAULT_MAX_MODEL_LEN = 2048
 
 GREEDY = SamplingParams()
 
@@ -173,10 +175,12 @@ class LLM:
         """Prompt plus output tokens of one request."""
         return self._loaded.max_model_len
 
-    def with_speculation(self, speculation: SpeculationConfig) -> LLM:
+    def with_speculation(
+        self, speculation: SpeculationConfig, *, on_progress: ProgressCallback | None = None
+    ) -> LLM:
         """The same loaded weights with other speculation; both stay usable side by side.
 
-        The new object has a cache of its own.
+        The new object has a cache of its own, and its memory plan lists nothing that is shared.
 
         Raises:
             CapacityError: a second cache does not fit.
@@ -185,16 +189,17 @@ class LLM:
         _check_type("speculation", speculation, SpeculationConfig)
         other = object.__new__(LLM)
         other._loaded = self._loaded
-        opened = open_drafter(speculation, self._loaded.files, None)
+        opened = open_drafter(speculation, self._loaded.files, on_progress)
         try:
             source = None if opened is None else opened.source
-            other.memory_plan = plan_pair(self.config, speculation, self._loaded.engine, source)
-            other.memory_plan.without_weights().check()
+            plan = plan_pair(self.config, speculation, self._loaded.engine, source)
+            other.memory_plan = plan.without_weights()
+            other.memory_plan.check()
         except BaseException:
             if opened is not None:
                 opened.close()
             raise
-        other._start(speculation, opened, None)
+        other._start(speculation, opened, on_progress)
         return other
 
     def _start(
@@ -215,6 +220,7 @@ class LLM:
         self.speculation = speculation
         self._engine = _new_engine(loaded, speculation, drafter)
         self.warnings = _check_head(loaded, opened, drafter, on_progress)
+        return_freed_memory()
 
     def generate(
         self,

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable
+from copy import copy
 from typing import Any, Self
 
 import httpx
 
 from outrider.llm import LLM
 from outrider.request import Request
-from outrider.server.running import RunningServer, bind
-from outrider.server.service import Service
+from outrider.server.running import Front, RunningServer, bind
 from outrider.server.settings import ServerSettings
 
 NAME = "tiny"
@@ -21,24 +22,41 @@ HOST = "127.0.0.1"
 
 
 class LiveServer:
-    """Serves ``llm`` while entered; ``settings`` are fields of ServerSettings."""
+    """Serves ``llm`` while entered; ``settings`` are fields of ServerSettings.
 
-    def __init__(self, llm: LLM, **settings: Any) -> None:
+    ``others`` are served by the same process, each on an address of its own; ``beside`` are they.
+    """
+
+    def __init__(self, llm: LLM, *others: LLM, **settings: Any) -> None:
         fields = {"model_name": NAME, "drain_timeout_s": 0.0, **settings}
-        self._bound = bind(HOST, 0)
-        self.port = self._bound.getsockname()[1]
-        self.url = f"http://{HOST}:{self.port}"
+        bound = [bind(HOST, 0) for _ in (llm, *others)]
+        self.num_ready = 0
         self._is_ready = threading.Event()
-        self._server = RunningServer(
-            llm, ServerSettings(**fields), self._bound, on_ready=self._is_ready.set
-        )
+        fronts = [
+            Front(
+                llm=one, settings=ServerSettings(**fields), bound=each, name=one.speculation.method
+            )
+            for one, each in zip((llm, *others), bound, strict=True)
+        ]
+        self._server = RunningServer(fronts, on_ready=self._on_ready)
+        self._view(self, 0, bound[0])
+        self.beside = [
+            self._view(copy(self), place, each) for place, each in enumerate(bound[1:], 1)
+        ]
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.status: int | None = None
 
-    @property
-    def service(self) -> Service:
-        return self._server.service
+    def _view(self, view: Self, place: int, bound: socket.socket) -> Self:
+        """Make ``view`` stand for one of the addresses."""
+        view.port = bound.getsockname()[1]
+        view.url = f"http://{HOST}:{view.port}"
+        view.service = self._server.services[place]
+        return view
+
+    def _on_ready(self) -> None:
+        self.num_ready += 1
+        self._is_ready.set()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -64,7 +82,6 @@ class LiveServer:
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             self.status = runner.run(self._server.serve())
-        self._bound.close()
 
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
         """One request on a connection of its own; ``body`` is sent as JSON."""
@@ -78,11 +95,11 @@ class LiveServer:
         return self.post("/v1/chat/completions", chat_body(text, **fields))
 
     def stats(self) -> Any:
-        return self.service.thread.stats
+        return self.service.desk.stats
 
     def wait_until_idle(self, timeout_s: float = 20.0) -> None:
         """Until no request runs or waits and no slot is held."""
-        wait_for(lambda: self.service.thread.num_open == 0, timeout_s)
+        wait_for(lambda: self.service.desk.num_open == 0, timeout_s)
         wait_for(lambda: (0, 0, 0) == self.load(), timeout_s)
 
     def load(self) -> tuple[int, int, int]:

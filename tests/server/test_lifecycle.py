@@ -17,6 +17,7 @@ import pytest
 from outrider import LLM, SpeculationConfig
 from outrider.config import AdmissionLimits
 from outrider.server.app import create_app
+from outrider.server.compute_thread import ComputeThread
 from outrider.server.service import Service
 from outrider.server.settings import ServerSettings
 from tests.server.conftest import ENGINE
@@ -150,7 +151,7 @@ def test_a_full_queue_refuses_with_retry_after_and_the_sdk_recovers(
 
         assert answer.choices[0].message.content
         assert ["[DONE]"] * 3 == [reader.end()[-1] for reader in readers]
-        assert server.service.thread.metrics.num_refused() >= 1
+        assert server.service.desk.metrics.num_refused() >= 1
 
 
 def test_several_answers_take_all_their_places_or_none(
@@ -163,7 +164,7 @@ def test_several_answers_take_all_their_places_or_none(
         reader.has_begun.wait(20)
 
         assert 429 == server.chat(n=3).status_code
-        assert 1 == server.service.thread.num_open
+        assert 1 == server.service.desk.num_open
         assert 200 == server.chat(n=2, max_tokens=2).status_code
         assert "[DONE]" == reader.end()[-1]
 
@@ -338,7 +339,7 @@ def test_health_answers_at_once_while_the_batch_is_full(own_llm: LLM) -> None:
 
 def call_app(own_llm: LLM, body: dict, send, **settings) -> Service:
     """Call the application without a socket in between, on a loop of its own."""
-    service = Service(own_llm, ServerSettings(model_name=NAME, **settings))
+    service = Service(own_llm, ServerSettings(model_name=NAME, **settings), ComputeThread())
     app = create_app(service)
     scope = {
         "type": "http",
@@ -363,11 +364,11 @@ def call_app(own_llm: LLM, body: dict, send, **settings) -> Service:
         raise AssertionError
 
     async def main() -> None:
-        service.thread.start()
+        service.desk.start()
         try:
             await asyncio.wait_for(app(scope, receive, send), 30)
         finally:
-            await service.thread.stop()
+            await service.desk.stop()
 
     asyncio.run(main())
     return service
@@ -392,13 +393,13 @@ def test_a_reader_that_stalls_fills_a_bounded_buffer_and_is_aborted(own_llm: LLM
 
     aborts = {
         sample.labels["reason"]
-        for metric in service.thread.metrics.registry.collect()
+        for metric in service.desk.metrics.registry.collect()
         for sample in metric.samples
         if sample.name == "outrider_aborts_total"
     }
     assert {"slow_reader"} == aborts
-    assert 1 == service.thread.stats.aborted
-    assert service.thread.stats.emitted_tokens < 600
+    assert 1 == service.desk.stats.aborted
+    assert service.desk.stats.emitted_tokens < 600
 
 
 def test_a_reader_that_takes_nothing_is_cut_off_even_without_news(own_llm: LLM) -> None:
@@ -413,4 +414,4 @@ def test_a_reader_that_takes_nothing_is_cut_off_even_without_news(own_llm: LLM) 
     service = call_app(own_llm, chat_body(stream=True, **LONG), send, write_timeout_s=0.5)
 
     assert time.monotonic() - started < 10
-    assert 1 == service.thread.stats.aborted
+    assert 1 == service.desk.stats.aborted

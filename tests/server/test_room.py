@@ -14,15 +14,16 @@ import pytest
 from outrider.config import AdmissionLimits
 from outrider.errors import OverloadedError
 from outrider.request import Request
-from outrider.server.engine_thread import EngineThread
+from outrider.server.compute_thread import ComputeThread
+from outrider.server.engine_desk import EngineDesk
 from outrider.server.errors import ApiError
 from tests.serving import MAX_LEN, Server, talkative
 
 
 def build(
     max_batch_size: int, *, max_slots: int | None = None, **limits: int | None
-) -> tuple[Server, EngineThread]:
-    """An engine on a fake model and its thread, which is not started: the test does its work."""
+) -> tuple[Server, EngineDesk]:
+    """An engine on a fake model and its desk, which is not started: the test does its work."""
     admission = AdmissionLimits(**limits)
     server = Server(
         max_batch_size=max_batch_size, max_slots=max_slots, limits=admission, prefix_cache=False
@@ -31,29 +32,29 @@ def build(
         engine=server.engine,
         engine_config=SimpleNamespace(max_batch_size=max_batch_size, admission=admission),
     )
-    thread = EngineThread(llm, model_name="fake", max_buffered_bytes=1 << 20)  # type: ignore[arg-type]
-    thread._loop = SimpleNamespace(call_soon_threadsafe=lambda action: action())  # type: ignore[assignment]
-    return server, thread
+    desk = EngineDesk(llm, ComputeThread(), model_name="fake", max_buffered_bytes=1 << 20)  # type: ignore[arg-type]
+    desk._loop = SimpleNamespace(call_soon_threadsafe=lambda action: action())  # type: ignore[assignment]
+    return server, desk
 
 
-def hand_over(thread: EngineThread, requests: list[Request]) -> None:
+def hand_over(desk: EngineDesk, requests: list[Request]) -> None:
     """Past the loop's check into the engine, which must take them."""
-    answers = thread.submit(requests, streams=False)
-    thread._read_inbox()
+    answers = desk.submit(requests, streams=False)
+    desk._read_inbox()
 
     assert not answers.is_over
 
 
-def refusal(thread: EngineThread, requests: list[Request]) -> ApiError:
+def refusal(desk: EngineDesk, requests: list[Request]) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        thread.submit(requests, streams=False)
+        desk.submit(requests, streams=False)
     return caught.value
 
 
 def test_an_idle_server_takes_what_runs_at_once_and_what_may_wait() -> None:
-    server, thread = build(1, max_waiting=64, max_waiting_tokens=60)
-    hand_over(thread, [server.new([1] * 40, 4) for _ in range(2)])
-    refused = refusal(thread, [server.new([1] * 21, 4)])
+    server, desk = build(1, max_waiting=64, max_waiting_tokens=60)
+    hand_over(desk, [server.new([1] * 40, 4) for _ in range(2)])
+    refused = refusal(desk, [server.new([1] * 21, 4)])
 
     assert 429 == refused.status
     assert "Retry-After" in refused.headers
@@ -61,7 +62,7 @@ def test_an_idle_server_takes_what_runs_at_once_and_what_may_wait() -> None:
         "2 would wait, with 61 prompt tokens, beside 0 that run; 1 run at once, at most 64 may "
         "wait with 60 tokens; try again later"
     ) == refused.message
-    hand_over(thread, [server.new([1] * 20, 4)])
+    hand_over(desk, [server.new([1] * 20, 4)])
 
 
 @pytest.mark.parametrize(
@@ -77,42 +78,42 @@ def test_what_would_never_fit_is_the_clients_mistake(
     num_answers: int, length: int, limits: dict[str, int]
 ) -> None:
     """A client that is told to come back later would come back for ever."""
-    server, thread = build(3 if "max_slots" in limits else 1, **limits)
-    refused = refusal(thread, [server.new([1] * length, 30) for _ in range(num_answers)])
+    server, desk = build(3 if "max_slots" in limits else 1, **limits)
+    refused = refusal(desk, [server.new([1] * length, 30) for _ in range(num_answers)])
 
     assert (400, "n") == (refused.status, refused.param)
     assert f"n: of {num_answers} answers" in refused.message
     assert "Retry-After" not in refused.headers
-    assert 0 == thread.metrics.num_refused()
-    hand_over(thread, [server.new([1] * length, 30) for _ in range(num_answers - 1)])
+    assert 0 == desk.metrics.num_refused()
+    hand_over(desk, [server.new([1] * length, 30) for _ in range(num_answers - 1)])
 
 
 def test_before_a_body_is_read_only_a_full_queue_refuses() -> None:
-    server, thread = build(1, max_waiting=1)
+    server, desk = build(1, max_waiting=1)
     for prompt in talkative(30, 2):
-        thread.check_room()
-        hand_over(thread, [server.new(prompt, 30)])
+        desk.check_room()
+        hand_over(desk, [server.new(prompt, 30)])
     with pytest.raises(ApiError, match="2 would wait"):
-        thread.check_room()
+        desk.check_room()
     server.engine.step()
     with pytest.raises(ApiError, match="2 would wait"):  # the other one is still there
-        thread.check_room()
+        desk.check_room()
     while server.engine.stats().waiting:
         server.engine.step()
-    thread.check_room()
+    desk.check_room()
 
 
 @pytest.mark.parametrize("max_slots", [None, MAX_LEN], ids=["rows are short", "slots are short"])
 def test_on_any_trace_the_loop_and_the_engine_are_of_one_mind(max_slots: int | None) -> None:
     draw = random.Random(3)
-    server, thread = build(3, max_slots=max_slots, max_waiting=4, max_waiting_tokens=70)
+    server, desk = build(3, max_slots=max_slots, max_waiting=4, max_waiting_tokens=70)
     outcomes = {200: 0, 400: 0, 429: 0}
     for _ in range(300):
         prompt = [draw.randrange(1, 10) for _ in range(draw.choice([2, 10, 30]))]
         count = draw.choice([1, 1, 5, 9])
         requests = [server.new(prompt, draw.choice([2, 30])) for _ in range(count)]
         try:
-            hand_over(thread, requests)
+            hand_over(desk, requests)
             outcomes[200] += 1
         except ApiError as refused:
             outcomes[refused.status] += 1

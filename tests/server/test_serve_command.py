@@ -22,6 +22,8 @@ from outrider import cli
 from outrider.commands.serve import announcement, in_passing_thread
 from outrider.commands.serve_options import KEY_VARIABLE, ServeOptions
 from outrider.errors import UsageError
+from outrider.models.loading import load
+from tests.tiny_heads import write_eagle3_head
 
 pytestmark = pytest.mark.alone  # watches the clock
 
@@ -51,6 +53,13 @@ def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--api-key", "a b\n"], "api_key"),
         (["--api-key-file", "/nonexistent/keys"], "--api-key-file /nonexistent/keys"),
         (["--method", "guess"], "method"),
+        (["--also", "8001"], "--also: '8001' is not PORT=METHOD, such as 8001=off"),
+        (["--also", "x=off"], "--also: 'x=off' is not PORT=METHOD"),
+        (["--also", "8001=ngram="], "--also: '8001=ngram=' is not PORT=METHOD"),
+        (["--also", "70000=off"], "port 70000 is outside 0 .. 65535"),
+        (["--also", "8001=guess"], "--also: 'guess' is not one of off, ngram"),
+        (["--also", "8001=ngram=dir"], "ngram takes no head; leave out =dir"),
+        (["--also", "8000=off"], "--also: port 8000 is there twice"),
     ],
 )
 def test_what_cannot_be_right_is_refused_before_loading(capsys, flags, said) -> None:
@@ -97,11 +106,15 @@ def test_keys_come_from_flag_file_and_environment(
 )
 def test_an_open_server_that_others_reach_is_warned_about(host: str, expected: bool) -> None:
     is_loopback = ServeOptions(host=host).is_loopback
-    warned = any("warning" in line for line in announcement("http://x", "m", (), is_loopback))
+    warned = any(
+        "warning" in line for line in announcement({"http://x": "off"}, "m", (), is_loopback)
+    )
 
     assert expected == is_loopback
     assert expected != warned
-    assert not any("warning" in line for line in announcement("http://x", "m", ("k",), False))
+    assert not any(
+        "warning" in line for line in announcement({"http://x": "off"}, "m", ("k",), False)
+    )
 
 
 class Process:
@@ -211,6 +224,39 @@ def test_a_second_signal_aborts(process: Process) -> None:
     assert 0 == process.process.wait(30)
     assert time.monotonic() - started < 10
     assert "[DONE]" in output or '"code":"shutdown"' in output
+
+
+def test_one_process_serves_the_weights_on_several_ports_and_names_each(
+    checkpoint: Path, cache_folder: Path, tmp_path: Path
+) -> None:
+    head = tmp_path / "eagle3"
+    write_eagle3_head(head, load(checkpoint).config)
+    flags = ["--max-model-len", "256", "--method", "off", "--also", "0=ngram"]
+    started = Process(checkpoint, cache_folder, *flags, "--also", f"0=eagle3-tree+ngram={head}")
+    try:
+        served = re.findall(r"serving tiny at (http://\S+) \(method (\S+),", started.text())
+        pages = [httpx.get(f"{url}/status.json", verify=False).json() for url, _ in served]
+        started.process.send_signal(signal.SIGTERM)
+
+        assert ["off", "ngram", "eagle3-tree+ngram"] == [method for _, method in served]
+        assert ["off", "ngram", "eagle3"] == [page["method"] for page in pages]
+        assert 3 == len({url for url, _ in served})
+        plan = started.text()
+        assert 1 == plan.count(" layers "), "one copy of the weights"
+        assert "ngram: KV cache" in plan
+        assert "eagle3-tree+ngram: draft weights" in plan
+        assert 0 == started.process.wait(30)
+    finally:
+        started.process.kill()
+        started.process.wait()
+
+
+def test_a_head_that_cannot_be_opened_names_its_server(checkpoint: Path, capsys) -> None:
+    words = ["serve", "--model", str(checkpoint), "--dtype", "float32", "--port", "0"]
+    status = cli.main([*words, "--also", "0=ngram", "--also", "0=mtp-tree=/no/such/head"])
+
+    assert 2 == status
+    assert "error: --also 0=mtp-tree: --head: no such folder or file" in capsys.readouterr().err
 
 
 def test_the_model_is_loaded_in_a_thread_that_is_gone_afterwards() -> None:

@@ -1,13 +1,26 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 
-from outrider.bench.arms import PORT, EngineFlags, engine_arms, given_arms, without_secrets
+from outrider.bench.arms import (
+    PORT,
+    ArmSpec,
+    EngineFlags,
+    engine_arms,
+    given_arms,
+    port_of,
+    without_secrets,
+)
 from outrider.bench.records import Load, LoadKind
+from outrider.bench.workloads import Question
+from outrider.commands import bench_options
 from outrider.commands.bench_options import ArmOptions, LoadOptions, WorkloadOptions
-from outrider.commands.options import EngineOptions
+from outrider.commands.options import EngineOptions, SpeculationOptions
+from outrider.commands.serve_options import Other
+from outrider.commands.survey import Survey
 from outrider.errors import ParameterError, UsageError
 
 FLAGS = EngineFlags(model="m", threads=2)
@@ -22,13 +35,48 @@ def test_our_engine_has_an_arm_per_method_and_plain_decoding_first():
     assert 16 == arms[2].speculation["max_total_draft_tokens"]
 
 
-def test_a_command_says_everything_in_which_arms_differ():
+def test_one_process_serves_all_arms_of_our_engine_plain_decoding_without_a_drafter():
+    flags = EngineFlags(model="m", dtype="float32", max_model_len=512, heads={"eagle3": "h"})
+    arms = engine_arms(["eagle3-tree+ngram", "ngram"], flags, max_batch_size=4)
+    expected = (
+        f"{sys.executable} -m outrider.cli serve --port {PORT} --model m --max-batch-size 4 "
+        "--no-prefix-cache --dtype float32 --max-model-len 512 --method off "
+        f"--also {port_of('eagle3-tree+ngram')}=eagle3-tree+ngram=h --also {port_of('ngram')}=ngram"
+    )
+
+    assert {tuple(expected.split())} == {arm.command for arm in arms}
+    assert {("off", "eagle3-tree+ngram", "ngram")} == {arm.process for arm in arms}
+    assert {arm.served_with for arm in arms} == {arm.process for arm in arms}
+
+
+def test_what_also_serves_is_what_the_method_alone_would():
+    """One shape behind a name, whichever way a server is told of it."""
+    (_, tree) = engine_arms(["eagle3-tree+ngram"], EngineFlags(model="m"), max_batch_size=4)
+    (_, apart) = engine_arms(
+        ["eagle3-tree+ngram"], EngineFlags(model="m"), max_batch_size=4, are_apart=True
+    )
+    command = list(apart.command or ())
+    alone = SpeculationOptions(
+        method="eagle3",
+        tree="--tree" in command,
+        with_ngram="--with-ngram" in command,
+        max_draft_len=int(command[command.index("--max-draft-len") + 1]),
+        dynamic_tree_max_topk=int(command[command.index("--dynamic-tree-max-topk") + 1]),
+        max_total_draft_tokens=int(command[command.index("--max-total-draft-tokens") + 1]),
+    ).config()
+
+    assert Other.parse("8001=eagle3-tree+ngram").speculation == alone
+    assert tree.speculation == apart.speculation
+
+
+def test_apart_a_command_says_everything_in_which_arms_differ():
     off, tree = (
         arm.command or ()
         for arm in engine_arms(
             ["eagle3-tree+ngram"],
             EngineFlags(model="m", dtype="float32", max_model_len=512, heads={"eagle3": "h"}),
             max_batch_size=4,
+            are_apart=True,
         )
     )
     shared = (
@@ -118,25 +166,86 @@ def test_another_name_can_be_the_baseline():
 # --- the flags
 
 
+@pytest.fixture
+def asked(monkeypatch) -> list[Any]:
+    """What the model is asked for before a run; it has n-gram, and a longest prompt of 100."""
+    questions: list[Any] = []
+
+    def answer(*question: Any) -> Survey:
+        questions.append(question)
+        return Survey(["off", "ngram"], 100, 8192)
+
+    monkeypatch.setattr(bench_options, "survey", answer)
+    return questions
+
+
+def specs(
+    options: ArmOptions, loads=(), engine=None, max_tokens: int = 26, **more
+) -> list[ArmSpec]:
+    questions = [Question("q", "chat", (("user", "Why?"), ("assistant", "So.")))]
+    engine = engine or EngineOptions()
+    return list(options.specs(engine, loads, questions, lambda _: max_tokens, **more))
+
+
+def value_of(command: tuple[str, ...] | None, flag: str) -> str | None:
+    words = list(command or ())
+    return words[words.index(flag) + 1] if flag in words else None
+
+
 def test_flags_of_our_engine_and_other_servers_do_not_mix():
     with pytest.raises(UsageError, match="leave out one kind"):
-        ArmOptions(methods="ngram", target=["off=http://h:1"]).specs(EngineOptions(), ())
+        specs(ArmOptions(methods="ngram", target=["off=http://h:1"]))
     with pytest.raises(UsageError, match="--baseline: 'x' needs --target or --serve"):
-        ArmOptions(baseline="x").specs(EngineOptions(), ())
+        specs(ArmOptions(baseline="x"))
 
 
-def test_our_servers_take_as_many_requests_as_the_loads_keep_in_flight():
+def test_our_servers_take_as_many_requests_as_the_loads_keep_in_flight(asked):
     loads = (Load(LoadKind.CLOSED, 4), Load(LoadKind.CLOSED, 24))
-    (off, _) = ArmOptions(methods="ngram").specs(EngineOptions(), loads)
-    command = off.command or ()
+    (off, _) = specs(ArmOptions(methods="ngram"), loads)
 
-    assert "24" == command[command.index("--max-batch-size") + 1]
+    assert "24" == value_of(off.command, "--max-batch-size")
+
+
+def test_the_caches_of_our_engine_are_as_large_as_the_longest_request_needs(asked):
+    arms = ArmOptions(methods="ngram")
+    (off, _) = specs(arms, max_tokens=26)
+
+    assert "128" == value_of(off.command, "--max-model-len"), "126, in steps of 64"
+    assert "192" == value_of(specs(arms, max_tokens=29)[0].command, "--max-model-len")
+    longer = EngineOptions(max_model_len=4000)
+    assert "4000" == value_of(specs(arms, engine=longer)[0].command, "--max-model-len")
+    # The server's own default is the most, and its refusals are clearer than a guess of ours.
+    assert value_of(specs(arms, max_tokens=1949)[0].command, "--max-model-len") is None
+    assert (["ngram"], EngineOptions().model, {}) == asked[0][:3]
+
+
+def test_a_context_is_never_larger_than_the_models(monkeypatch):
+    answer = Survey(["off", "ngram"], 100, 128)
+    monkeypatch.setattr(bench_options, "survey", lambda *_: answer)
+
+    assert value_of(specs(ArmOptions(), max_tokens=26)[0].command, "--max-model-len") is None
+
+
+def test_prompts_are_counted_as_they_will_be_asked(asked):
+    specs(ArmOptions(methods="ngram"))
+    specs(ArmOptions(methods="ngram"), is_chat=False)
+
+    assert [[(("user", "Why?"), ("assistant", "So."))], ["Why?\n\nSo."]] == [
+        question[3] for question in asked
+    ]
+
+
+def test_one_at_a_time_each_arm_has_a_process_of_its_own(asked):
+    arms = specs(ArmOptions(methods="ngram", one_at_a_time=True))
+
+    assert [(), ()] == [arm.process for arm in arms]
+    assert 2 == len({arm.command for arm in arms})
 
 
 def test_heads_are_given_once_per_method():
     for items in (["ngram=d"], ["eagle3"], ["mtp=a", "mtp=b"]):
         with pytest.raises(ParameterError, match="METHOD=DIR, once per method"):
-            ArmOptions(methods="mtp,eagle3", head=items).specs(EngineOptions(), ())
+            specs(ArmOptions(methods="mtp,eagle3", head=items))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -307,6 +308,28 @@ def test_a_baseline_with_speculation_merely_switched_off_is_void():
 
     assert {"plain baseline"} == voids(exposed("vllm"))
     assert set() == voids(exposed("outrider"))
+
+
+def test_arms_of_one_process_are_a_comparison_unless_they_are_one_server():
+    """A plain engine beside drafting ones is no engine with its drafting switched off."""
+    together = ("off", "eagle3")
+
+    def shared(**more: Any) -> RunData:
+        data = run()
+        arms = tuple(replace(arm, process=together, **more) for arm in data.run.arms)
+        return replace(data, run=replace(data.run, arms=arms))
+
+    drafted = change_blocks(
+        shared(),
+        lambda block: replace(
+            block, metrics_before=counters(0, 0, 0, 0), metrics_after=counters(1, 10, 40, 8)
+        ),
+        arm="off",
+    )
+
+    assert set() == voids(shared())
+    assert {"plain baseline"} == voids(shared(url="http://127.0.0.1:1"))
+    assert {"plain baseline"} == voids(drafted)
 
 
 def test_texts_that_differ_void_an_arm_that_claims_to_be_exact_and_warn_of_others():

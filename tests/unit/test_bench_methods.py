@@ -49,5 +49,7 @@ def test_an_unknown_name_is_refused_with_those_there_are(text):
     with pytest.raises(ParameterError) as refused:
         ArmName.parse(text)
 
-    assert str(refused.value).startswith(f"--methods: {text!r} is not one of ngram, ngram-tree, ")
+    assert str(refused.value).startswith(
+        f"--methods: {text!r} is not one of off, ngram, ngram-tree, "
+    )
     assert "eagle3-tree+ngram" in str(refused.value)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import pytest
 
 from outrider.bench import run as run_module
-from outrider.bench.arms import PORT, ArmSpec, given_arms
+from outrider.bench.arms import PORT, ArmSpec, given_arms, port_of
 from outrider.bench.client import Client, Endpoint
 from outrider.bench.mock_server import Ending, MockChunk, MockReply, MockServer
 from outrider.bench.probe import probe
@@ -31,6 +31,7 @@ from outrider.bench.records import (
 )
 from outrider.bench.run import BenchSettings, Progress, run_bench
 from outrider.bench.servers import Server
+from outrider.bench.speedup import process_text
 from outrider.bench.store import read_run
 from outrider.bench.workloads import Selection, Workload, load_workload
 from outrider.errors import EndpointError, ParameterError
@@ -47,7 +48,8 @@ SERVE = (
     "    app = web.Application(); app.router.add_post('/v1/chat/completions', server._complete)\n"
     "    app.router.add_get('/v1/models', server._models)\n"
     "    runner = web.AppRunner(app); await runner.setup()\n"
-    "    await web.TCPSite(runner, '127.0.0.1', int(sys.argv[1])).start()\n"
+    "    for port in sys.argv[1:]:\n"
+    "        await web.TCPSite(runner, '127.0.0.1', int(port)).start()\n"
     "    print('up', flush=True)\n"
     "    await asyncio.sleep(3600)\n"
     "asyncio.run(main())"
@@ -433,6 +435,83 @@ def test_servers_are_started_measured_and_gone(tmp_path: Path, one_at_a_time: bo
         assert not is_answering(arm.url)
 
 
+def shared_arms(*words: str) -> list[ArmSpec]:
+    """The same two arms, by one process."""
+    command = (sys.executable, "-c", SERVE, PORT, port_of("ngram"), *words)
+    return [replace(arm, command=command, process=("off", "ngram")) for arm in started_arms()]
+
+
+def test_arms_that_share_a_process_have_an_address_each_and_the_records_say_so(
+    tmp_path: Path, monkeypatch
+):
+    started: list[tuple[str, ...]] = []
+    enter = Server.__aenter__
+
+    async def counted(server: Server) -> Server:
+        started.append(server.command)
+        return await enter(server)
+
+    monkeypatch.setattr(Server, "__aenter__", counted)
+    told: list[str] = []
+    run = run_bench(settings(shared_arms()), workload(), tmp_path, lambda p: told.append(p.stage))
+    data = asyncio.run(run)
+    off, ngram = data.run.arms
+
+    assert 1 == len(started)
+    assert [arm.url.rpartition(":")[2] for arm in (off, ngram)] == list(started[0][-2:])
+    assert off.url != ngram.url
+    assert [("off", "ngram")] * 2 == [off.process, ngram.process]
+    assert off.command == ngram.command
+    assert "one for off, ngram: one copy of the weights" in process_text(ngram)
+    assert not [r for r in data.requests if r.error is not None]
+    assert "up" in (tmp_path / "servers" / "shared.log").read_text()
+    assert "starting off, ngram: 0 s" in told
+    assert [False, False] == [is_answering(arm.url) for arm in (off, ngram)]
+
+
+def test_an_interrupted_run_of_a_shared_process_starts_it_again_and_goes_on(tmp_path: Path):
+    def stop(progress: Progress) -> None:
+        if progress.num_done == 3:
+            raise KeyboardInterrupt
+
+    asked = settings(shared_arms())
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(run_bench(asked, workload(), tmp_path, stop))
+    first = read_run(tmp_path)
+    whole = asyncio.run(run_bench(asked, workload(), tmp_path, lambda _: None))
+
+    assert not any(is_answering(arm.url) for arm in first.run.arms)
+    assert {0, 1, 2} == {b.index for b in whole.blocks if b.kind is not BlockKind.WARMUP}
+    assert [b for b in first.blocks if b.index == 0] == [b for b in whole.blocks if b.index == 0]
+
+
+def test_a_shared_process_that_does_not_start_names_its_arms_and_shows_its_last_words(
+    tmp_path: Path,
+):
+    code = "import sys; sys.exit('outrider: error: --also 8001=ngram: no such head')"
+    arms = [
+        replace(arm, command=(sys.executable, "-c", code, PORT, port_of("ngram")))
+        for arm in shared_arms()
+    ]
+    with pytest.raises(EndpointError) as caught:
+        asyncio.run(run_bench(settings(arms), workload(), tmp_path, lambda _: None))
+
+    assert str(caught.value).startswith("arms off, ngram: ")
+    assert "ended with status 1 before it served" in str(caught.value)
+    assert "--also 8001=ngram: no such head" in str(caught.value)
+
+
+def test_a_shared_process_that_serves_only_one_of_its_arms_is_not_ready(tmp_path: Path):
+    async def act() -> None:
+        command = (sys.executable, "-c", SERVE, PORT)
+        server = Server(["off", "ngram"], command, tmp_path / "log")
+        async with Client() as client, server:
+            with pytest.raises(EndpointError, match="arms off, ngram: not ready after 2 s"):
+                await server.wait_ready(client, 2.0, lambda _: None)
+
+    asyncio.run(act())
+
+
 def is_answering(url: str) -> bool:
     async def act() -> bool:
         async with Client() as client:
@@ -465,7 +544,7 @@ def test_a_command_that_does_not_exist_is_named(tmp_path: Path):
 def test_a_server_that_never_serves_is_given_up_and_ended(tmp_path: Path):
     async def act() -> int | None:
         code = "import time; print('thinking', flush=True); time.sleep(60)"
-        server = Server("slow", (sys.executable, "-c", code, PORT), tmp_path / "slow.log")
+        server = Server(["slow"], (sys.executable, "-c", code, PORT), tmp_path / "slow.log")
         async with Client() as client, server:
             with pytest.raises(EndpointError, match="arm slow: not ready after 1 s"):
                 await server.wait_ready(client, 1.0, lambda _: None)
@@ -497,7 +576,7 @@ from outrider.bench.servers import Server
 async def main():
     folder = Path(sys.argv[1])
     command = (sys.executable, "-c", sys.argv[2], str(folder / "pids"), "{port}")
-    async with Server("off", command, folder / "log"):
+    async with Server(["off"], command, folder / "log"):
         await asyncio.sleep(600)
 
 asyncio.run(main())

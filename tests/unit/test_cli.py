@@ -201,7 +201,7 @@ def test_without_speculation_flags_the_choice_is_the_engines():
         (["generate", "Hi", "--device", "cuda"], "'cuda' is not one of cpu"),
         (["generate", "Hi", "--accept", "typical"], "'typical' is not one of coupled, rejection"),
         (["chat", "--top-p", "0"], "top_p: 0 is outside (0, 1]"),
-        (["demo", "--methods", "magic"], "--methods: 'magic' is not one of ngram, ngram-tree"),
+        (["demo", "--methods", "magic"], "--methods: 'magic' is not one of off, ngram, ngram-tree"),
         (["demo", "--concurrency", "0"], "is not a number above 0"),
         (["inspect", "--max-batch-size", "0"], "max_batch_size: 0 is outside"),
         (["convert", "head"], "--model"),

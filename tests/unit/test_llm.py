@@ -64,6 +64,16 @@ def test_speculation_on_and_off_share_weights_and_agree(llm: LLM) -> None:
     assert len(without.token_ids) == without.speculation.verify_steps
 
 
+def test_what_shares_weights_plans_memory_for_the_rest_alone(llm: LLM) -> None:
+    plain = llm.with_speculation(SpeculationConfig(method=Method.OFF))
+    shared = {"layers", "embedding", "output head"}
+    whole, rest = ({item.what for item in each.memory_plan.items} for each in (llm, plain))
+
+    assert shared <= whole
+    assert not shared & rest
+    assert "KV cache" in rest
+
+
 def test_a_request_counts_the_draft_passes_of_its_steps_in_any_batch(llm: LLM, model: Path) -> None:
     """Its share of a step is then divided by whole passes, as by whole steps."""
     drafting = llm.with_speculation(

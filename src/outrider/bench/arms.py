@@ -4,6 +4,10 @@ Owns what a flag's text stands for and the command line of our own server. Every
 OpenAI-compatible address: :mod:`outrider.bench.servers` starts those that have a command,
 :mod:`outrider.bench.probe` asks each who it is. Exactly one arm is the baseline: a server that was
 *started without* speculation (one that has it switched off may still pay for it).
+
+The arms of our own engine share one process, in which there is one copy of the target's weights
+and one thread that computes: five processes take the memory of five targets. Each arm has an engine
+and a cache of its own there, and the baseline's engine has no drafter.
 """
 
 from __future__ import annotations
@@ -25,16 +29,31 @@ _HIDDEN = "***"
 PORT = "{port}"  # in a command: where the port belongs that the server is to listen on
 
 
+def port_of(arm: str) -> str:
+    """What stands for this arm's port in a command that serves several; the first's is ``PORT``."""
+    return f"{{port:{arm}}}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmSpec:
-    """One arm before it is there: either ``url``, or ``command`` with ``{port}`` in it."""
+    """One arm before it is there: either ``url``, or ``command`` with ``{port}`` in it.
+
+    ``process`` names the arms that the command serves, where there are several; all of these have
+    the same command.
+    """
 
     name: str
     method: str
     is_baseline: bool = False
     url: str | None = None
     command: tuple[str, ...] | None = None
+    process: tuple[str, ...] = ()
     speculation: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def served_with(self) -> tuple[str, ...]:
+        """The arms that one process serves, this one among them."""
+        return self.process or (self.name,)
 
     def to_json(self) -> dict[str, Any]:
         """What makes the arm what it is; a started server's port and its keys do not."""
@@ -53,8 +72,12 @@ class EngineFlags:
     max_model_len: int | None = None
     heads: Mapping[str, str] = field(default_factory=dict)
 
-    def command(self, method: str, max_batch_size: int) -> tuple[str, ...]:
-        """The command that serves the model with this method (``off``, ``eagle3-tree``, ...)."""
+    def command(self, methods: Sequence[str], max_batch_size: int) -> tuple[str, ...]:
+        """The command that serves the model with these methods (``off``, ``eagle3-tree``, ...).
+
+        The first one's port is ``PORT``, another one's ``port_of`` it.
+        """
+        first, *others = methods
         words = [sys.executable, "-m", "outrider.cli", "serve", "--port", PORT]
         words += ["--model", self.model, "--max-batch-size", str(max_batch_size)]
         # Blocks ask the same questions again; a cache of their beginnings would hide the prefill.
@@ -63,7 +86,11 @@ class EngineFlags:
             value = getattr(self, flag)
             if value is not None:
                 words += [f"--{flag.replace('_', '-')}", str(value)]
-        return (*words, *self._speculation_flags(method))
+        words += self._speculation_flags(first)
+        for other in others:
+            head = None if other == Method.OFF else self.heads.get(ArmName.parse(other).method)
+            words += ["--also", "=".join([port_of(other), other, *([head] if head else [])])]
+        return tuple(words)
 
     def _speculation_flags(self, method: str) -> list[str]:
         if method == Method.OFF:
@@ -83,8 +110,12 @@ class EngineFlags:
         return words
 
 
-def engine_arms(methods: Sequence[str], flags: EngineFlags, max_batch_size: int) -> list[ArmSpec]:
+def engine_arms(
+    methods: Sequence[str], flags: EngineFlags, max_batch_size: int, *, are_apart: bool = False
+) -> list[ArmSpec]:
     """An arm of our own engine per method; ``off`` is the baseline and always among them.
+
+    One process serves all, or, with ``are_apart``, each has one of its own.
 
     Raises:
         ParameterError: an unknown method, one twice, none beside ``off``, or a head unused.
@@ -100,13 +131,15 @@ def engine_arms(methods: Sequence[str], flags: EngineFlags, max_batch_size: int)
         if method not in {name.method for name in names}:
             raise ParameterError(f"--head: {method}={head} is used by none of --methods")
     arms = [Method.OFF.value, *speculative]
+    process = () if are_apart else tuple(arms)
     return checked(
         [
             ArmSpec(
                 name=method,
                 method=method,
                 is_baseline=method == Method.OFF,
-                command=flags.command(method, max_batch_size),
+                command=flags.command(process or [method], max_batch_size),
+                process=process,
                 speculation={}
                 if method == Method.OFF
                 else asdict(ArmName.parse(method).speculation(flags.heads.get(method))),

@@ -247,7 +247,7 @@ def request_body(
             {"role": role, "content": content} for role, content in question.messages
         ]
     else:
-        body["prompt"] = "\n\n".join(content for _, content in question.messages)
+        body["prompt"] = question.text
     if seed is not None:
         body["seed"] = seed
     if endpoint.asks_token_ids:

@@ -1,8 +1,8 @@
 """Names of ways to draft, as they stand on command lines and in tables: ``eagle3-tree+ngram``.
 
 Owns the names and the shape behind each. A name is a method, ``-tree`` for a tree instead of a
-chain, ``+ngram`` for n-gram's guesses beside the head's. Used by ``outrider bench``
-and ``demo``; knows neither models nor whether a head is there.
+chain, ``+ngram`` for n-gram's guesses beside the head's. Used by ``outrider bench``,
+``demo`` and ``serve --also``; knows neither models nor whether a head is there.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ class ArmName:
     with_ngram: bool = False
 
     @classmethod
-    def parse(cls, text: str) -> ArmName:
-        """The name behind the text.
+    def parse(cls, text: str, *, flag: str = "--methods") -> ArmName:
+        """The name behind the text, which was given with ``flag``.
 
         Raises:
             ParameterError: there is no such name; lists those there are.
         """
         allowed = {str(name): name for name in all_names(tuple(Method)[1:])}
         if text not in allowed:
-            raise ParameterError(f"--methods: {text!r} is not one of {', '.join(allowed)}")
+            known = ", ".join([Method.OFF, *allowed])
+            raise ParameterError(f"{flag}: {text!r} is not one of {known}")
         return allowed[text]
 
     def __str__(self) -> str:

@@ -251,7 +251,9 @@ class ArmRecord:
     """One server under test. Arms differ in speculation and in nothing else.
 
     ``method`` is the name in ``--methods`` (``off`` for the baseline), ``speculation`` its settings
-    as far as they are known. ``losslessness_detail`` says what the claim rests on.
+    as far as they are known. ``process`` names the arms that one process served from one copy of
+    the weights, this one among them; empty for a process of its own, and where nobody knows.
+    ``losslessness_detail`` says what the claim rests on.
     """
 
     name: str
@@ -260,6 +262,7 @@ class ArmRecord:
     url: str
     model: str
     command: tuple[str, ...] | None = None
+    process: tuple[str, ...] = ()
     speculation: Mapping[str, Any] = field(default_factory=dict)
     engine: str | None = None
     engine_version: str | None = None

@@ -3,7 +3,7 @@
 Owns the sequence, the resuming and the progress; each step is another module's::
 
     selfproof   the client proves itself                 or nothing is measured
-    servers     what has to be started is started        all at once, or one at a time
+    servers     what has to be started is started        all at once, or one process at a time
     probe       every server says who it is              one model everywhere, or nothing is
     blocks      the order of turns
     drive       a turn: warm-up where the server is cold, then the questions
@@ -47,6 +47,7 @@ from outrider.bench.workloads import Workload
 from outrider.errors import EndpointError, ParameterError
 
 OPEN_REQUESTS = 32  # of a block under an open load, which has no slots to count by
+SHARED_LOG = "shared"  # of a process that serves several arms; its lines say which
 _PROOF_CONCURRENCY = 16  # where no load is closed
 
 
@@ -55,7 +56,7 @@ class BenchSettings:
     """What is compared, under which loads, how often.
 
     ``requests`` is per block and arm; None takes ``rounds`` of every slot, twice as many for one
-    user, and 32 under an open load. ``one_at_a_time`` stops a started server before the next one
+    user, and 32 under an open load. ``one_at_a_time`` stops a started process before the next one
     starts, for machines that cannot hold all.
 
     Raises:
@@ -199,7 +200,8 @@ class _Run:
         self._settings, self._workload, self._folder = settings, workload, folder
         self._client, self._on_progress = client, on_progress
         self._specs = {spec.name: spec for spec in settings.arms}
-        self._servers: dict[str, AsyncExitStack] = {}
+        # What was started, by the arms that it serves; closing a stack ends the process.
+        self._started: dict[tuple[str, ...], AsyncExitStack] = {}
         self._probed: dict[str, Probed] = {}
         self._warm: dict[str, Load] = {}  # the load that each running server was warmed up for
         self._turns = plan_turns(
@@ -228,7 +230,7 @@ class _Run:
                     continue
                 warm_up_index += await self._turn(turn, warm_up_index)
         finally:
-            for stack in self._servers.values():
+            for stack in self._started.values():
                 await stack.aclose()
         self._tell("measured")
 
@@ -250,24 +252,29 @@ class _Run:
             if name not in self._probed:
                 self._probed[name] = await self._probe(name, spec.url or "")
             return self._probed[name].endpoint
-        if name in self._servers:
-            return self._probed[name].endpoint
+        if spec.served_with not in self._started:
+            await self._start(spec.served_with, spec.command)
+        return self._probed[name].endpoint
+
+    async def _start(self, arms: tuple[str, ...], command: Sequence[str]) -> None:
+        """Start the process that serves these arms, and probe each."""
         if self._settings.one_at_a_time:
-            for other in list(self._servers):
-                self._warm.pop(other, None)
-                await self._servers.pop(other).aclose()
+            for others in list(self._started):
+                for other in others:
+                    self._warm.pop(other, None)
+                await self._started.pop(others).aclose()
         stack = AsyncExitStack()
-        server = Server(name, spec.command, self._folder.log(name))
+        server = Server(arms, command, self._folder.log(arms[0] if len(arms) == 1 else SHARED_LOG))
         # Registered first: whatever goes wrong from here on, the process ends with the run.
-        self._servers[name] = stack
+        self._started[arms] = stack
         await stack.enter_async_context(server)
         await server.wait_ready(
             self._client,
             self._settings.start_timeout_s,
-            lambda waited_s: self._tell(f"starting {name}: {waited_s:.0f} s"),
+            lambda waited_s: self._tell(f"starting {', '.join(arms)}: {waited_s:.0f} s"),
         )
-        self._probed[name] = await self._probe(name, server.url)
-        return self._probed[name].endpoint
+        for arm in arms:
+            self._probed[arm] = await self._probe(arm, server.url(arm))
 
     async def _probe(self, name: str, url: str) -> Probed:
         self._tell(f"asking {name} who it is")
@@ -363,6 +370,7 @@ class _Run:
             url=probed.endpoint.url,
             model=probed.endpoint.model,
             command=None if spec.command is None else without_secrets(spec.command),
+            process=spec.process,
             speculation=spec.speculation,
             engine=probed.engine,
             engine_version=probed.engine_version,

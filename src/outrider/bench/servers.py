@@ -1,4 +1,4 @@
-"""Servers that a run starts itself: a process each, a port each, gone when the run is over.
+"""Servers that a run starts itself: processes with a port per arm, gone when the run is over.
 
 Owns processes and their logs. Each is started through :mod:`outrider.bench.guardian`, which ends it
 should the run itself be killed. Whether a server may be measured is :mod:`outrider.bench.probe`'s
@@ -16,12 +16,13 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
 from outrider.bench import guardian
-from outrider.bench.arms import PORT
+from outrider.bench.arms import PORT, port_of
 from outrider.bench.client import Client, Endpoint
 from outrider.errors import EndpointError, FailureError
 
@@ -31,27 +32,41 @@ _LOG_TAIL_BYTES, _LOG_TAIL_LINES = 4096, 8
 
 
 class Server:
-    """One server process, started by a command whose ``{port}`` is filled in.
+    """One server process, started by a command whose ports are filled in.
 
     Use as an async context manager; leaving it ends the process and all its children.
+
+    Args:
+        arms: what it serves; the first one's port is ``{port}`` in the command.
+        command: what to start.
+        log: where its output goes.
     """
 
-    def __init__(self, arm: str, command: Sequence[str], log: Path) -> None:
-        self.arm = arm
-        self.port = free_port()
-        self.command = tuple(word.replace(PORT, str(self.port)) for word in command)
+    def __init__(self, arms: Sequence[str], command: Sequence[str], log: Path) -> None:
+        self._arms = tuple(arms)
+        self._ports = dict(zip(arms, free_ports(len(arms)), strict=True))
+        self.command = tuple(self._with_ports(word) for word in command)
         self._log = log
         self._process: asyncio.subprocess.Process | None = None
 
+    def url(self, arm: str) -> str:
+        """Where it will listen for this arm."""
+        return f"http://127.0.0.1:{self._ports[arm]}"
+
     @property
-    def url(self) -> str:
-        """Where it will listen."""
-        return f"http://127.0.0.1:{self.port}"
+    def _name(self) -> str:
+        """For messages: ``arm ngram``, or ``arms off, ngram``."""
+        return f"arm{'s' * (len(self._arms) > 1)} {', '.join(self._arms)}"
+
+    def _with_ports(self, word: str) -> str:
+        for arm, port in self._ports.items():
+            word = word.replace(port_of(arm), str(port))
+        return word.replace(PORT, str(self._ports[self._arms[0]]))
 
     async def __aenter__(self) -> Self:
         if shutil.which(self.command[0]) is None:
             raise EndpointError(
-                f"arm {self.arm}: {shlex.join(self.command)} cannot be started: there is no "
+                f"{self._name}: {shlex.join(self.command)} cannot be started: there is no "
                 f"program {self.command[0]}"
             )
         with self._open_log() as log:
@@ -84,30 +99,27 @@ class Server:
     async def wait_ready(
         self, client: Client, timeout_s: float, on_wait: Callable[[float], None]
     ) -> None:
-        """Return once models are listed and, where there is such a route, ``/ready`` agrees.
+        """Return once all models are listed and, where there is such a route, ``/ready`` agrees.
 
         Raises:
             EndpointError: the process ended, or was not ready in time; shows the end of its log.
         """
-        endpoint = Endpoint(url=self.url, model="")
+        missing = [Endpoint(url=self.url(arm), model="") for arm in self._arms]
         begun_s = client.clock()
         while True:
             if self._process is None or self._process.returncode is not None:
                 code = None if self._process is None else self._process.returncode
                 raise EndpointError(
-                    f"arm {self.arm}: {shlex.join(self.command)} ended with status {code} before "
+                    f"{self._name}: {shlex.join(self.command)} ended with status {code} before "
                     f"it served: {self.log_tail()} (all of it: {self._log})"
                 )
-            models, _, _ = await client.get(endpoint, "/v1/models")
-            # Servers with keys answer 401: they are up, and the probe will say what is wrong.
-            if models is not None and models != 404 and models < 500:
-                ready, _, _ = await client.get(endpoint, "/ready")
-                if ready is not None and ready < 500:
-                    return
+            missing = [each for each in missing if not await _is_ready(client, each)]
+            if not missing:
+                return
             waited_s = client.clock() - begun_s
             if waited_s > timeout_s:
                 raise EndpointError(
-                    f"arm {self.arm}: not ready after {timeout_s:g} s; raise --start-timeout, or "
+                    f"{self._name}: not ready after {timeout_s:g} s; raise --start-timeout, or "
                     f"see {self._log}: {self.log_tail()}"
                 )
             on_wait(waited_s)
@@ -141,9 +153,25 @@ class Server:
 
 def free_port() -> int:
     """A port of this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
+
+
+def free_ports(number: int) -> list[int]:
+    """Different ports of this machine that nobody listens on now."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+async def _is_ready(client: Client, endpoint: Endpoint) -> bool:
+    models, _, _ = await client.get(endpoint, "/v1/models")
+    # Servers with keys answer 401: they are up, and the probe will say what is wrong.
+    if models is None or models == 404 or models >= 500:
+        return False
+    ready, _, _ = await client.get(endpoint, "/ready")
+    return ready is not None and ready < 500
 
 
 def _group_lives(group: int) -> bool:

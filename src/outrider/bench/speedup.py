@@ -49,6 +49,7 @@ class Conditions:
     precision: str
     engine: str
     engine_version: str
+    process: str
     num_blocks: int
     losslessness: Losslessness
     losslessness_detail: str
@@ -84,6 +85,7 @@ class Conditions:
             ("machine", self.machine),
             ("precision", self.precision),
             ("engine", f"{self.engine} {self.engine_version}"),
+            ("process", self.process),
             ("blocks", str(self.num_blocks)),
             ("losslessness", self.lossless_text),
         ]
@@ -206,10 +208,20 @@ def conditions_of(
         precision=arm.precision or "unknown",
         engine=arm.engine or "unknown engine",
         engine_version=arm.engine_version or "of unknown version",
+        process=process_text(arm),
         num_blocks=num_blocks,
         losslessness=arm.losslessness,
         losslessness_detail=arm.losslessness_detail,
     )
+
+
+def process_text(arm: ArmRecord) -> str:
+    """What else ran in the process that served an arm."""
+    if arm.process:
+        return (
+            f"one for {', '.join(arm.process)}: one copy of the weights, an engine and cache each"
+        )
+    return "one of its own" if arm.command is not None else "unknown: given by address"
 
 
 def machine_text(machine: Mapping[str, Any]) -> str:

@@ -62,6 +62,11 @@ class Question:
     messages: tuple[tuple[str, str], ...]
 
     @property
+    def text(self) -> str:
+        """Everything that is said, as the prompt of a text completion."""
+        return "\n\n".join(content for _, content in self.messages)
+
+    @property
     def num_chars(self) -> int:
         """Length of everything that is said before the answer."""
         return sum(len(content) for _, content in self.messages)

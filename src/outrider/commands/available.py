@@ -1,9 +1,9 @@
-"""Which ways to draft a model has, before anything of it runs.
+"""Which ways to draft a model has, and how long its prompts are, before anything of it runs.
 
 Owns the choice where no ``--methods`` were given, and the early no to a method that has no head:
 a server that finds out for itself takes half a minute. A method can draft where a head was given,
-ships for the model, or is a module inside its checkpoint. Reads headers and hashes only. Used by
-:mod:`outrider.commands.bench_options`.
+ships for the model, or is a module inside its checkpoint. Reads headers, hashes and the tokeniser
+only. Used by :mod:`outrider.commands.survey`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from outrider.bench.methods import ArmName, all_names
+from outrider.commands.survey import Prompt
 from outrider.config import METHODS_WITH_HEAD, Method
-from outrider.errors import ParameterError
-from outrider.models.loading import load
+from outrider.errors import ParameterError, PromptError
+from outrider.models.loading import Tokenizer, load
 from outrider.models.loading.heads import has_mtp, shipped_heads
 from outrider.models.loading.hub import display_name, resolve
 from outrider.types import ProgressCallback
@@ -58,6 +59,37 @@ def chosen_methods(
                 f"give a head with --head {name.method}=DIR"
             )
     return list(asked)
+
+
+def prompt_room(
+    model: str, prompts: Sequence[Prompt], on_progress: ProgressCallback
+) -> tuple[int | None, int]:
+    """Tokens of the longest of these prompts, as our server counts them, and of the context.
+
+    The first is None where the model cannot take a prompt.
+
+    Raises:
+        OutriderError: the model cannot be had or opened.
+    """
+    checkpoint = load(resolve(model, pull=True, on_progress=on_progress))
+    checkpoint.weights.close()
+    try:
+        longest = max(num_tokens(checkpoint.tokenizer, prompt) for prompt in prompts)
+    except PromptError:
+        longest = None
+    return longest, checkpoint.config.max_position
+
+
+def num_tokens(tokenizer: Tokenizer, prompt: Prompt) -> int:
+    """Tokens of a text or of a conversation of (role, content) pairs.
+
+    Raises:
+        PromptError: the tokeniser or its chat template refuses it.
+    """
+    if isinstance(prompt, str):
+        return len(tokenizer.encode(prompt, allow_special=False))
+    messages = [{"role": role, "content": content} for role, content in prompt]
+    return len(tokenizer.encode_chat(messages))
 
 
 def with_heads(path: Path, given: Collection[str]) -> list[Method]:

@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Group, Parameter
 
-from outrider.commands import console
 from outrider.commands.options import EngineOptions, flag, whole
-from outrider.config import METHODS_WITH_HEAD, Method, SamplingParams
+from outrider.commands.survey import survey
+from outrider.config import DEFAULT_MAX_MODEL_LEN, METHODS_WITH_HEAD, Method, SamplingParams
 from outrider.errors import ParameterError, UsageError
 
 if TYPE_CHECKING:
     from outrider.bench.arms import ArmSpec
     from outrider.bench.records import Load, SamplingRecord
     from outrider.bench.run import BenchSettings
-    from outrider.bench.workloads import Selection
+    from outrider.bench.workloads import Question, Selection
 
 DEFAULT_CONCURRENCY = "1,4"
+_CONTEXT_STEP = 64  # tokens
 _FREE_BATCH = 16  # of our own server under loads that do not say how much runs at once
 
 _Value = TypeVar("_Value")
@@ -44,9 +45,10 @@ class ArmOptions:
     methods: Annotated[
         str | None,
         flag(
-            "Comma-separated: off,ngram,eagle3,eagle3-tree,eagle3-tree+ngram ... Each is served by "
-            "a server of its own. Without it, --target and --serve: off, ngram, and the best shape "
-            "of every head that there is for the model."
+            "Comma-separated: off,ngram,eagle3,eagle3-tree,eagle3-tree+ngram ... Each gets an "
+            "engine and an address of its own, in one process with one copy of the weights. "
+            "Without it, --target and --serve: off, ngram, and the best shape of every head that "
+            "there is for the model."
         ),
     ] = None
     head: Annotated[list[str], _many("METHOD=DIR, a head that does not ship for the model.")] = (
@@ -67,11 +69,26 @@ class ArmOptions:
     ] = ""
     one_at_a_time: Annotated[
         bool,
-        flag("Stop one started server before the next starts; for little memory.", negative=""),
+        flag(
+            "A process per arm, stopped before the next starts: for servers that do not fit into "
+            "memory side by side.",
+            negative="",
+        ),
     ] = False
 
-    def specs(self, engine: EngineOptions, loads: Sequence[Load]) -> tuple[ArmSpec, ...]:
+    def specs(
+        self,
+        engine: EngineOptions,
+        loads: Sequence[Load],
+        questions: Sequence[Question],
+        max_tokens: Callable[[int], int],
+        *,
+        is_chat: bool = True,
+    ) -> tuple[ArmSpec, ...]:
         """The checked arms, the baseline first.
+
+        ``questions`` are what will be asked, and ``max_tokens`` is how long an answer may get where
+        there are so many arms: our own engine gets caches of that size, if it was given no other.
 
         Raises:
             ParameterError: as :func:`engine_arms`, :func:`given_arms` and :func:`chosen_methods`.
@@ -89,21 +106,35 @@ class ArmOptions:
             return tuple(given_arms(self.target, self.serve, self.baseline))
         if self.baseline != Method.OFF:
             raise UsageError(f"--baseline: {self.baseline!r} needs --target or --serve")
+        heads = _heads(self.head)
+        asked = [] if self.methods is None else [w.strip() for w in self.methods.split(",")]
+        prompts = [question.messages if is_chat else question.text for question in questions]
+        found = survey(asked, engine.model, heads, prompts)
+        max_model_len = engine.max_model_len
+        if max_model_len is None and found.longest_prompt is not None:
+            num_arms = len({Method.OFF.value, *found.methods})
+            most = found.longest_prompt + max_tokens(num_arms)
+            max_model_len = context_for(most, found.max_position)
         flags = EngineFlags(
             model=engine.model,
             dtype=None if engine.dtype == EngineOptions().dtype else engine.dtype,
             device=None if engine.device == EngineOptions().device else engine.device,
             threads=engine.threads,
-            max_model_len=engine.max_model_len,
-            heads=_heads(self.head),
+            max_model_len=max_model_len,
+            heads=heads,
         )
-        asked = [] if self.methods is None else [w.strip() for w in self.methods.split(",")]
-        with console.Stages() as stages:
-            from outrider.commands.available import chosen_methods
-
-            methods = chosen_methods(asked, engine.model, flags.heads, stages)
         batch = max((load.concurrency or _FREE_BATCH for load in loads), default=_FREE_BATCH)
-        return tuple(engine_arms(methods, flags, batch))
+        return tuple(engine_arms(found.methods, flags, batch, are_apart=self.one_at_a_time))
+
+
+def context_for(num_tokens: int, max_position: int) -> int | None:
+    """The context of a server for requests of at most this length; None: the server's own default.
+
+    In steps, since what the target costs is measured once per context. Never more than the default,
+    which ends with the model's positions: longer contexts are for those who ask for them.
+    """
+    size = -(-num_tokens // _CONTEXT_STEP) * _CONTEXT_STEP
+    return size if size < min(DEFAULT_MAX_MODEL_LEN, max_position) else None
 
 
 @Parameter(name="*", group=Group("Load", sort_key=1))

@@ -15,8 +15,9 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
+from outrider.bench.methods import ArmName
 from outrider.commands.options import whole_number
-from outrider.config import AdmissionLimits
+from outrider.config import METHODS_WITH_HEAD, AdmissionLimits, Method, SpeculationConfig
 from outrider.errors import ParameterError, UsageError
 
 KEY_VARIABLE = "OUTRIDER_API_KEY"
@@ -29,6 +30,40 @@ def _flag(text: str, **settings: Any) -> Parameter:
 
 def _whole(text: str) -> Parameter:
     return _flag(text, converter=whole_number)
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """One more server on the same weights: where it listens, and what drafts for it.
+
+    ``name`` is the method as in ``--also``.
+    """
+
+    port: int
+    name: str
+    speculation: SpeculationConfig
+
+    @classmethod
+    def parse(cls, text: str) -> Other:
+        """What ``PORT=METHOD`` or ``PORT=METHOD=HEAD`` says.
+
+        Raises:
+            ParameterError: it says neither.
+        """
+        port, _, rest = text.partition("=")
+        name, has_head, head = rest.partition("=")
+        if not (port.isascii() and port.isdigit() and name) or (has_head and not head):
+            raise ParameterError(
+                f"--also: {text!r} is not PORT=METHOD, such as 8001=off, or PORT=METHOD=HEAD"
+            )
+        if int(port) > 65535:
+            raise ParameterError(f"--also: {text!r}: port {port} is outside 0 .. 65535")
+        if name == Method.OFF and not head:
+            return cls(int(port), name, SpeculationConfig(method=Method.OFF))
+        method = ArmName.parse(name, flag="--also")
+        if has_head and method.method not in METHODS_WITH_HEAD:
+            raise ParameterError(f"--also: {text!r}: {name} takes no head; leave out ={head}")
+        return cls(int(port), name, method.speculation(head or None))
 
 
 @Parameter(name="*", group=Group("Serving", sort_key=0))
@@ -62,6 +97,16 @@ class ServeOptions:
         bool,
         _flag("Reuse the beginnings of earlier requests of the same key."),
     ] = True
+    also: Annotated[
+        list[str],
+        _flag(
+            "PORT=METHOD or PORT=METHOD=HEAD: the same weights once more, on another port, "
+            "drafting by a method as bench names them (off, ngram, eagle3-tree+ngram ...); may be "
+            "repeated. For comparing: one process, one copy of the weights, a cache each.",
+            negative="",
+            show_default=False,
+        ),
+    ] = field(default_factory=list)
     drain_timeout: Annotated[
         float, _flag("Seconds that running requests get to end after SIGTERM.")
     ] = 30.0
@@ -88,6 +133,23 @@ class ServeOptions:
         if self.served_model_name is not None and not 0 < len(self.served_model_name) <= 256:
             raise ParameterError("--served-model-name: give 1 to 256 characters")
         self.engine_fields()
+        self.others()
+
+    def others(self) -> list[Other]:
+        """What ``--also`` asks for.
+
+        Raises:
+            ParameterError: a text of another form, an unknown method, or a port that is taken
+                twice.
+        """
+        others = [Other.parse(text) for text in self.also]
+        ports = [port for port in (self.port, *(other.port for other in others)) if port]
+        twice = next((port for port in ports if ports.count(port) > 1), None)
+        if twice is not None:
+            raise ParameterError(
+                f"--also: port {twice} is there twice; give each server one of its own"
+            )
+        return others
 
     def engine_fields(self) -> dict[str, Any]:
         """The fields of the engine's settings that these flags set.

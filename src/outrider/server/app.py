@@ -1,6 +1,6 @@
 """The ASGI application: gates in front, routes behind, one envelope for every error.
 
-Owns the order of the gates and the life of the engine thread::
+Owns the order of the gates, and that its engine is stepped as long as it lives::
 
     response counter > keys > body > router > handlers
 """
@@ -31,7 +31,7 @@ _log = logging.getLogger("outrider.server")
 
 
 def create_app(service: Service) -> ASGIApp:
-    """The application of one service; its lifespan starts and stops the engine thread."""
+    """The application of one service; in its lifespan its engine has its turns."""
     settings = service.settings
     routes = [
         *OpenAIRoutes(service).routes(),
@@ -41,9 +41,9 @@ def create_app(service: Service) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:  # noqa: ARG001 - its signature
-        service.thread.start()
+        service.desk.start()
         yield
-        await service.thread.stop()
+        await service.desk.stop()
 
     router = Starlette(
         routes=routes,
@@ -62,7 +62,7 @@ def create_app(service: Service) -> ASGIApp:
     )
     known = frozenset(route.path for route in routes)
     return _ResponseCounter(
-        KeyGate(gated, settings.api_keys, settings.allowed_hosts), service.thread.metrics, known
+        KeyGate(gated, settings.api_keys, settings.allowed_hosts), service.desk.metrics, known
     )
 
 

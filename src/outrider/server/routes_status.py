@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 import outrider
-from outrider.server.engine_thread import State
+from outrider.server.engine_desk import State
 from outrider.server.errors import unavailable
 from outrider.server.openapi import document
 from outrider.server.service import Service
@@ -53,10 +53,10 @@ class StatusRoutes:
 
     async def health(self, request: HttpRequest) -> Response:  # noqa: ARG002 - a route's signature
         """Whether the process is worth keeping."""
-        thread, stall_s = self._service.thread, self._service.settings.stall_s
-        if thread.state is State.DEAD:
+        desk, stall_s = self._service.desk, self._service.settings.stall_s
+        if desk.state is State.DEAD:
             raise unavailable("the engine has failed", code="engine_dead")
-        if thread.stalled_s() > stall_s:
+        if desk.stalled_s() > stall_s:
             raise unavailable(
                 f"a step has been running for more than {stall_s:g} seconds", code="engine_stalled"
             )
@@ -64,16 +64,16 @@ class StatusRoutes:
 
     async def ready(self, request: HttpRequest) -> Response:
         """Whether new requests are taken."""
-        state = self._service.thread.state
+        state = self._service.desk.state
         if state in (State.DRAINING, State.STOPPED):
             raise unavailable("the server is shutting down", code="shutdown")
         await self.health(request)
-        warning = {"warning": _DRAFTING_OFF} if self._service.thread.stats.drafting_off else {}
+        warning = {"warning": _DRAFTING_OFF} if self._service.desk.stats.drafting_off else {}
         return JSONResponse({"status": "ready", **warning})
 
     async def metrics(self, request: HttpRequest) -> Response:  # noqa: ARG002
         """For Prometheus."""
-        page = self._service.thread.metrics.page()
+        page = self._service.desk.metrics.page()
         return Response(page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def page(self, request: HttpRequest) -> Response:  # noqa: ARG002
@@ -89,12 +89,12 @@ class StatusRoutes:
         return JSONResponse(self._status(), headers={"Cache-Control": "no-store"})
 
     def _status(self) -> dict[str, Any]:
-        service, stats = self._service, self._service.thread.stats
+        service, stats = self._service, self._service.desk.stats
         counts = stats.speculation
         return {
             "schema_version": 1,
             "version": outrider.__version__,
-            "state": service.thread.state.value,
+            "state": service.desk.state.value,
             "uptime_s": round(time.monotonic() - self._started_s, 1),
             "model": service.settings.model_name,
             "fingerprint": service.llm.fingerprint.text,
@@ -111,7 +111,7 @@ class StatusRoutes:
             "finished": stats.finished,
             "aborted": stats.aborted,
             "failed": stats.failed,
-            "refused": service.thread.metrics.num_refused(),
+            "refused": service.desk.metrics.num_refused(),
             "preemptions": stats.preemptions,
             "faults": stats.faults,
             "draft_faults": stats.draft_faults,

@@ -1,4 +1,4 @@
-"""What all routes share: the model, its engine thread, the settings, and the worker threads.
+"""What all routes share: the model, the desk of its engine, the settings, and the worker threads.
 
 Owns the way of a request through the server up to the engine: read and validate, prepare off the
 event loop, submit. The routes give it meaning.
@@ -17,7 +17,8 @@ from starlette.requests import Request as HttpRequest
 
 from outrider.llm import LLM
 from outrider.server.answers import Answers
-from outrider.server.engine_thread import EngineThread
+from outrider.server.compute_thread import ComputeThread
+from outrider.server.engine_desk import EngineDesk
 from outrider.server.errors import ApiError, invalid, overloaded
 from outrider.server.logprobs import TokenWriter
 from outrider.server.schemas import Strict
@@ -37,16 +38,17 @@ class Service:
 
     Attributes:
         llm: the model.
-        thread: runs its engine.
+        desk: where its engine takes requests.
         settings: names, keys, limits.
         writer: writes tokens for clients.
     """
 
-    def __init__(self, llm: LLM, settings: ServerSettings) -> None:
+    def __init__(self, llm: LLM, settings: ServerSettings, computing: ComputeThread) -> None:
         self.llm = llm
         self.settings = settings
-        self.thread = EngineThread(
+        self.desk = EngineDesk(
             llm,
+            computing,
             model_name=settings.model_name,
             max_buffered_bytes=settings.max_buffered_bytes,
         )
@@ -97,9 +99,9 @@ class Service:
         """Prepare a request and hand it to the engine; refused first where nothing fits anyway.
 
         Raises:
-            ApiError, OutriderError: as :meth:`EngineThread.submit` and ``prepare``.
+            ApiError, OutriderError: as :meth:`EngineDesk.submit` and ``prepare``.
         """
-        self.thread.check_room()
+        self.desk.check_room()
         if self._num_preparing >= MAX_PREPARING:
             raise overloaded(f"{MAX_PREPARING} prompts are being read already; try again later")
         self._num_preparing += 1
@@ -107,7 +109,7 @@ class Service:
             prepared = await self.work(prepare, self.llm, *args)
         finally:
             self._num_preparing -= 1
-        return prepared, self.thread.submit(prepared.requests, streams=streams)
+        return prepared, self.desk.submit(prepared.requests, streams=streams)
 
     def stop_ids(self, prepared: Prepared) -> frozenset[int]:
         """The ids that end these answers and are no part of their text."""

@@ -1,14 +1,16 @@
-"""The one thread that touches the engine: takes in requests, steps, hands out what came of it.
+"""Where requests are handed in and answers handed out: between the event loop and one engine.
 
-Owns the crossing between the event loop and the engine. Coroutines call :meth:`EngineThread.submit`
-and read :class:`~outrider.server.answers.Answers`; they never wait for a step, since whether there
-is room is known on their side::
+Owns the crossing to the thread that computes, of which every engine of the process has its turns
+(:mod:`~outrider.server.compute_thread`). Coroutines call :meth:`EngineDesk.submit` and read
+:class:`~outrider.server.answers.Answers`; they never wait for a step, since whether there is room
+is known on their side::
 
-    event loop                          engine thread
+    event loop                          a turn of the compute thread
     submit() ── room? ── inbox ───────> engine.submit, engine.abort
     Answers.put <── one call per step ─ engine.step, what each request got
 
-A step that raises ends the engine: every open answer gets an error, and the server goes down.
+A step that raises ends this engine and no other: every open answer gets an error, and the server in
+front of it goes down.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from outrider.llm import LLM
 from outrider.request import Request
 from outrider.scheduler import Claim, queue_excess
 from outrider.server.answers import Answers
+from outrider.server.compute_thread import ComputeThread, Turn
 from outrider.server.errors import (
     ApiError,
     failed,
@@ -52,8 +55,8 @@ class State(StrEnum):
     DEAD = "dead"
 
 
-class EngineThread:
-    """Runs one engine until it is stopped or fails.
+class EngineDesk:
+    """Serves one engine until it is stopped or fails.
 
     All methods and properties belong to the event loop's thread, except where said otherwise.
 
@@ -64,6 +67,7 @@ class EngineThread:
 
     Args:
         llm: the loaded model.
+        computing: the thread that steps its engine.
         model_name: labels the metrics.
         max_buffered_bytes: what is kept for one client that reads too slowly.
     """
@@ -71,6 +75,7 @@ class EngineThread:
     def __init__(
         self,
         llm: LLM,
+        computing: ComputeThread,
         *,
         model_name: str,
         max_buffered_bytes: int,
@@ -79,6 +84,7 @@ class EngineThread:
         self.on_death: Callable[[], None] = _nothing
         self.metrics = Metrics(model_name, lambda: self._stats)
         self._llm = llm
+        self._computing = computing
         self._engine: Engine = llm.engine
         self._max_batch_size = llm.engine_config.max_batch_size
         self._limits = llm.engine_config.admission
@@ -89,10 +95,8 @@ class EngineThread:
         self._lock = threading.Lock()
         self._inbox: list[Callable[[], None]] = []  # guarded by the lock, as is the next one
         self._is_stopping = False
-        self._has_mail = threading.Event()
+        self._has_had_last_turn = threading.Event()
         self._stats = self._engine.stats()
-        self._step_started_s: float | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
     def stats(self) -> EngineStats:
@@ -105,14 +109,13 @@ class EngineThread:
         return sum(answers.num_open for answers in self._open)
 
     def stalled_s(self) -> float:
-        """How long the step in progress has been running; 0 between steps."""
-        started = self._step_started_s
-        return 0.0 if started is None else time.monotonic() - started
+        """How long the step in progress has been running, whichever engine's; 0 between steps."""
+        return self._computing.stalled_s()
 
     def start(self) -> None:
         """Begin to step; from within a running event loop."""
         self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        self._computing.join(self)
 
     def submit(self, requests: Sequence[Request], *, streams: bool) -> Answers:
         """Queue all of these requests, or none.
@@ -152,15 +155,15 @@ class EngineThread:
             answers.abort("shutdown", unavailable("the server is shutting down", code="shutdown"))
 
     async def stop(self) -> None:
-        """End the thread, whatever it is doing; waits for the step in progress."""
+        """End every request and step no more; waits for the step in progress."""
         self.abort_all()
         if self.state is not State.DEAD:
             self.state = State.STOPPED
         with self._lock:
             self._is_stopping = True
-        self._has_mail.set()
-        if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join)
+        self._computing.wake()
+        if self._loop is not None:
+            await asyncio.to_thread(self._has_had_last_turn.wait)
 
     def _check_ready(self) -> None:
         if self.state is State.DEAD:
@@ -235,10 +238,10 @@ class EngineThread:
         self._post(lambda: self._take_out(answers))
 
     def _post(self, command: Callable[[], None]) -> None:
-        """Have the engine thread run ``command`` before its next step."""
+        """Have the compute thread run ``command`` before the engine's next step."""
         with self._lock:
             self._inbox.append(command)
-        self._has_mail.set()
+        self._computing.wake()
 
     def _deliver(self, news: Sequence[tuple[Answers, int, TextChunk]]) -> None:
         """(On the loop.) Hand over what a step brought."""
@@ -253,32 +256,40 @@ class EngineThread:
         answers.num_open = 0
         self._open.pop(answers, None)
 
-    # --- from here on, the engine thread
+    # --- from here on, the compute thread
 
-    def _run(self) -> None:
+    def turn(self) -> Turn:
+        """(On the compute thread.) Read the inbox, then step once if there is work."""
         try:
-            while not self._is_stopping:
-                self._has_mail.clear()
-                self._read_inbox()
-                if self._engine.has_work:
-                    self._step()
-                else:
-                    self._stats = self._engine.stats()
-                    self._has_mail.wait()
-        except BaseException:  # whatever it was, nobody may hang
+            if not self._is_stopping:
+                return self._next()
+        except BaseException:  # whatever it was, nobody may hang, and the other engines go on
             _log.exception("the engine has failed")
             self._call(self._die)
-        finally:
+        self._end()
+        return Turn.LAST
+
+    def _next(self) -> Turn:
+        has_read = self._read_inbox()
+        if self._engine.has_work:
+            self._step()
+            return Turn.AGAIN
+        if has_read:  # while another engine works, a turn that does nothing must cost nothing
+            self._stats = self._engine.stats()
+        return Turn.REST
+
+    def _end(self) -> None:
+        try:
             for request in list(self._running):
                 self._engine.abort(request)
             self._stats = self._engine.stats()
+        except Exception:  # of an engine that has failed, any part may be out of order
+            _log.exception("the engine cannot be cleared up")
+        finally:
+            self._has_had_last_turn.set()
 
     def _step(self) -> None:
-        self._step_started_s = time.monotonic()
-        try:
-            _, record = self._engine.step()
-        finally:
-            self._step_started_s = None
+        _, record = self._engine.step()
         news = self._news()
         self._stats = self._engine.stats()
         if record is not None:
@@ -301,11 +312,13 @@ class EngineThread:
                     del self._running[request]
         return news
 
-    def _read_inbox(self) -> None:
+    def _read_inbox(self) -> bool:
+        """Do what the loop has asked for; whether there was anything."""
         with self._lock:
             commands, self._inbox = self._inbox, []
         for command in commands:
             command()
+        return bool(commands)
 
     def _take_in(self, answers: Answers) -> None:
         """Submit one client's requests; if the engine has no room after all, none of them."""
