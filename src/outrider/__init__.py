@@ -21,7 +21,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 # oneDNN keeps what it compiled for every shape, and every number of rows is a shape: by default
 # 1,024 of them, of 0.6 MB each for the embedded model. A step needs five, and a mixed load's steps
-# draw from so few numbers of rows that 256 are compiled hardly more often. Read as torch is loaded.
+# draw from so few padded numbers of rows that 256 are seldom too few. Read as torch is loaded.
 for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_cache, "256")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider.kv_cache import KVCache
 from outrider.models.architecture import DecoderConfig
-from outrider.models.layers import LayerStack, Segment, embed_rows, loud_rows
+from outrider.models.layers import LayerStack, Segment, embed_rows, loud_rows, padded_places
 from outrider.models.linear import ExactLinear, RowPolicy
 
 FINAL_STATE = -1
@@ -94,7 +94,7 @@ class Decoder:
         with torch.inference_mode():
             stack = self._stack
             plan = stack.plan(segments, cache)
-            x_RD = self.embed(segments, stack.min_rows)
+            x_RD = self.embed(segments, stack.padded(plan.num_rows))
             captured = {}
             for index in range(self.config.num_layers):
                 if index in capture:
@@ -106,12 +106,12 @@ class Decoder:
             hidden_RC = torch.cat([captured[i] for i in capture], dim=1) if capture else None
             return ForwardOutput(self._logits(x_RD, segments), hidden_RC, plan.slots.counts)
 
-    def embed(self, segments: Sequence[Segment], min_rows: int = 0) -> Tensor:
-        """Embeddings of the packed rows, padded with token 0 to at least ``min_rows``."""
-        return embed_rows(segments, self._embedding, min_rows)
+    def embed(self, segments: Sequence[Segment], num_rows: int = 0) -> Tensor:
+        """Embeddings of the packed rows, padded with token 0 to ``num_rows``."""
+        return embed_rows(segments, self._embedding, num_rows)
 
     def head(self, normed_RD: Tensor) -> Tensor:
-        """The output head alone, in the compute dtype; at least ``min_rows`` rows for exactness."""
+        """The output head alone, in the compute dtype; exact for rows padded as a pass' are."""
         return self._head(normed_RD)
 
     def head_rows(self, ids_W: Tensor) -> Tensor:
@@ -129,8 +129,7 @@ class Decoder:
         if not rows:
             return torch.empty(0, self.config.vocab_size)
         if len(rows) < sum(len(segment.tokens) for segment in segments):
-            padded = rows + rows[-1:] * (self._stack.min_rows - len(rows))
-            x_RD = x_RD[torch.tensor(padded)]
+            x_RD = x_RD[torch.tensor(padded_places(rows, self._stack))]
         return self._head(self._stack.norm(x_RD))[: len(rows)].float()
 
     def new_cache(self, *, max_batch_size: int, num_slots: int) -> KVCache:

@@ -30,6 +30,8 @@ from outrider.models.kernels.mlp import swiglu_in_threads
 from outrider.models.linear import MIN_ROWS, ExactLinear, RowPolicy
 from outrider.models.norm import RMSNorm
 
+FINE_ROWS = 32  # up to here rows are padded to a multiple of 4, above of 16
+
 _NOTHING = np.empty(0, np.float32)
 
 
@@ -74,7 +76,7 @@ class _Layer:
 class Pass:
     """What all layers of one pass share: places, sights and buffers that each layer writes anew.
 
-    ``heads_RD`` and ``normed_RD`` are padded to the linears' least row count. ``attend`` is the
+    ``heads_RD`` and ``normed_RD`` are padded as all rows of a pass are. ``attend`` is the
     kernel that suits the amount of work.
     """
 
@@ -121,9 +123,9 @@ class LayerStack:
             self._layers.append(self._load_layer(index, weights))
             if on_layer is not None:
                 on_layer((index + 1) / config.num_layers)
-        self.min_rows = MIN_ROWS[0]
+        self._min_rows = MIN_ROWS[0]
         if policies is not None:
-            self.min_rows = max(policy.min_rows for policy in policies.values())
+            self._min_rows = max(policy.min_rows for policy in policies.values())
 
     def plan(self, segments: Sequence[Segment], cache: KVCache) -> Pass:
         """Slots, positions and masks of a pass over these segments."""
@@ -158,7 +160,7 @@ class LayerStack:
             )
 
         heads_size = config.num_heads * config.head_dim
-        padded_rows = max(num_rows, self.min_rows)
+        padded_rows = self.padded(num_rows)
         return Pass(
             slots=slots,
             num_rows=num_rows,
@@ -170,6 +172,15 @@ class LayerStack:
             heads_RD=torch.zeros(padded_rows, heads_size, dtype=self.dtype),
             normed_RD=torch.empty(padded_rows, config.hidden_size, dtype=self.dtype),
         )
+
+    def padded(self, num_rows: int) -> int:
+        """How many rows products of so many rows are computed with.
+
+        At least as many as exactness asks for; and of few sizes, since oneDNN compiles a product
+        anew for each (about 1 ms) and keeps the result (0.6 MB).
+        """
+        step = 4 if num_rows <= FINE_ROWS else 16
+        return max(self._min_rows, -(-num_rows // step) * step)
 
     def run(self, index: int, x_RD: Tensor, plan: Pass, cache: KVCache) -> Tensor:
         """One whole layer on the residual stream."""
@@ -273,10 +284,10 @@ class LayerStack:
         )
 
 
-def embed_rows(segments: Sequence[Segment], table_VD: Tensor, min_rows: int) -> Tensor:
-    """Embeddings of the packed rows, padded with token 0 to at least ``min_rows``."""
+def embed_rows(segments: Sequence[Segment], table_VD: Tensor, num_rows: int) -> Tensor:
+    """Embeddings of the packed rows, padded with token 0 to ``num_rows``."""
     tokens = [token for segment in segments for token in segment.tokens]
-    tokens += [0] * (min_rows - len(tokens))
+    tokens += [0] * (num_rows - len(tokens))
     return F.embedding(torch.tensor(tokens), table_VD)
 
 
@@ -289,6 +300,11 @@ def loud_rows(segments: Sequence[Segment]) -> list[int]:
         rows += range(first + segment.num_silent, last)
         first = last
     return rows
+
+
+def padded_places(rows: list[int], stack: LayerStack) -> list[int]:
+    """Rows for the output head, the last one repeated as often as the product is padded."""
+    return rows + rows[-1:] * (stack.padded(len(rows)) - len(rows))
 
 
 def swiglu(gate_up_RM: Tensor) -> Tensor:

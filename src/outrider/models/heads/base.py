@@ -19,7 +19,14 @@ from torch import Tensor
 from outrider.kv_cache import KVCache
 from outrider.models.decoder import Decoder
 from outrider.models.heads.config import Eagle3Config, MtpConfig
-from outrider.models.layers import LayerStack, Pass, Segment, embed_rows, loud_rows
+from outrider.models.layers import (
+    LayerStack,
+    Pass,
+    Segment,
+    embed_rows,
+    loud_rows,
+    padded_places,
+)
 from outrider.models.linear import ExactLinear
 from outrider.models.norm import RMSNorm
 
@@ -88,15 +95,18 @@ class LayeredHead:
         with torch.inference_mode():
             stack = self._stack
             plan = stack.plan(segments, cache)
-            embedded_RD = self._embed(segments, min_rows=stack.min_rows)
+            num_rows = stack.padded(plan.num_rows)
+            embedded_RD = self._embed(segments, num_rows=num_rows)
+            feature_RX = pad_rows(feature_RX, num_rows)
             x_RD = self._run(embedded_RD, feature_RX, plan, cache, from_target=from_target)
             rows = loud_rows(segments)
             if not rows:
                 return DraftOutput(x_RD.new_empty(0, self._draft_vocab_size), None)
-            x_RD = x_RD[rows]
+            x_RD = x_RD[padded_places(rows, stack)]
             normed_RD = stack.norm(x_RD)
-            logits_RW = self._head(normed_RD).float()
-            return DraftOutput(logits_RW, normed_RD if self._feeds_back_normed else x_RD)
+            logits_RW = self._head(normed_RD)[: len(rows)].float()
+            state_RD = normed_RD if self._feeds_back_normed else x_RD
+            return DraftOutput(logits_RW, state_RD[: len(rows)])
 
     def _run(
         self,
@@ -107,7 +117,7 @@ class LayeredHead:
         *,
         from_target: bool,
     ) -> Tensor:
-        """All layers; ``embedded_RD`` is padded to the least row count, ``feature_RX`` is not."""
+        """All layers; embeddings and features are padded alike."""
         raise NotImplementedError
 
     def _linear(self, weight: Tensor) -> ExactLinear:

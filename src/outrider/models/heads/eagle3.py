@@ -22,7 +22,7 @@ from torch import Tensor
 
 from outrider.kv_cache import KVCache
 from outrider.models.decoder import Decoder
-from outrider.models.heads.base import LayeredHead, pad_rows
+from outrider.models.heads.base import LayeredHead
 from outrider.models.heads.config import Eagle3Config
 from outrider.models.layers import Pass
 from outrider.models.norm import RMSNorm
@@ -63,7 +63,6 @@ class Eagle3Head(LayeredHead):
     ) -> Tensor:
         stack, config = self._stack, self.config
         fused_RD = self._fuse(feature_RX) if from_target else feature_RX
-        fused_RD = pad_rows(fused_RD, stack.min_rows)
         normed_RD = self._hidden_norm(fused_RD)
         residual_RD = normed_RD.contiguous() if config.norm_before_residual else fused_RD
         joined_RX = torch.cat([stack.attn_norm(0, embedded_RD), normed_RD], dim=1)

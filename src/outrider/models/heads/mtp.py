@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.kv_cache import KVCache
 from outrider.models.decoder import FINAL_STATE, Decoder
-from outrider.models.heads.base import LayeredHead, pad_rows
+from outrider.models.heads.base import LayeredHead
 from outrider.models.heads.config import MtpConfig
 from outrider.models.layers import Pass
 
@@ -52,7 +52,7 @@ class MtpHead(LayeredHead):
         *,
         from_target: bool,  # noqa: ARG002 - both kinds of state are of one width, and normed here
     ) -> Tensor:
-        state_RD = self._hidden_norm(pad_rows(feature_RX, self._stack.min_rows))
+        state_RD = self._hidden_norm(feature_RX)
         parts = [self._embed_norm(embedded_RD), state_RD]
         if self.config.order == "hidden_first":
             parts.reverse()
