@@ -39,6 +39,7 @@ from outrider.models.kernels.vector import (
     narrowed,
     splat,
     store,
+    subtract,
     sum_of,
     widened,
 )
@@ -60,7 +61,21 @@ def _rotate_head(source, start, norm, eps, cosine, sine, place, size, target, ta
             x = widened(source[start + i])
             total += x * x
         factor = _ONE / np.sqrt(total / np.float32(size) + eps)
-    for i in range(half):
+    whole = half // LANES * LANES
+    for i in range(0, whole, LANES):
+        first = multiply(load(source, start + i), splat(factor))
+        second = multiply(load(source, start + half + i), splat(factor))
+        if len(norm) > 0:
+            first = multiply(first, load(norm, i))
+            second = multiply(second, load(norm, half + i))
+        if len(cosine) > 0:
+            cosines, sines = load(cosine, place + i), load(sine, place + i)
+            turned = multiply(second, sines)
+            second = fma(second, cosines, multiply(first, sines))
+            first = subtract(multiply(first, cosines), turned)
+        store(target, target_start + i, multiply(first, splat(scale)))
+        store(target, target_start + half + i, multiply(second, splat(scale)))
+    for i in range(whole, half):
         a = widened(source[start + i]) * factor
         b = widened(source[start + half + i]) * factor
         if len(norm) > 0:

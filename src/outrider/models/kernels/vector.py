@@ -75,6 +75,12 @@ def add(_context, _a, _b):
 
 
 @operation
+def subtract(_context, _a, _b):
+    """``a - b``."""
+    return _vector(_vector, _vector), lambda _c, builder, _s, args: builder.fsub(*args)
+
+
+@operation
 def multiply(_context, _a, _b):
     """``a * b``."""
     return _vector(_vector, _vector), lambda _c, builder, _s, args: builder.fmul(*args)
