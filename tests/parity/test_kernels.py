@@ -163,6 +163,7 @@ def test_nothing_is_rotated_where_a_layer_has_no_positions() -> None:
     assert torch.equal(case.run(attend, case.sights[1]), out_RHK)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "bf16"])
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
 def test_threads_change_no_bit_of_attention(heads, dtype: torch.dtype) -> None:
@@ -252,16 +253,17 @@ def test_swiglu_equals_its_plain_twin(size: int, dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "bf16"])
 def test_warming_up_compiles_all_that_a_pass_runs(dtype: torch.dtype) -> None:
     """A kernel compiled in the middle of a request would be a stall of seconds."""
-    compile_kernels(dtype)
     kernels = (
         *(attend, attend_in_threads, rms_norm, rms_norm_in_threads),
         *(mlp.swiglu, mlp.swiglu_in_threads),
     )
-    before = [len(function.signatures) for function in kernels]
     with compute_threads(2):
+        compile_kernels(dtype)
+        before = [len(function.signatures) for function in kernels]
         decoder = random_decoder(dtype)
         cache = decoder.new_cache(max_batch_size=1, num_slots=700)
         row = cache.allocate()
@@ -272,6 +274,7 @@ def test_warming_up_compiles_all_that_a_pass_runs(dtype: torch.dtype) -> None:
     assert before == [len(function.signatures) for function in kernels]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "bf16"])
 @pytest.mark.parametrize("size", [12, 1001])
 def test_threads_change_no_bit_of_norm_and_swiglu(size: int, dtype: torch.dtype) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from outrider.server.compute_thread import ComputeThread, Turn
 
+BEFORE: set[threading.Thread] = set()
 WHOSE: ContextVar[str] = ContextVar("whose", default="nobody")
 
 
@@ -37,11 +38,15 @@ def wait_for(holds: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def computing() -> ComputeThread:
+    BEFORE.clear()
+    BEFORE.update(threading.enumerate())
     return ComputeThread()
 
 
 def engine_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "engine"]
+    """Those of this test: a server that another one stopped may still be at its last step."""
+    started = set(threading.enumerate()) - BEFORE
+    return [thread for thread in started if thread.name == "engine"]
 
 
 def test_two_busy_seats_have_a_turn_each_in_one_thread_of_their_own(computing: ComputeThread):

@@ -63,7 +63,8 @@ def use_threads(work_ns: float) -> int:
     if not _HAS_SHARED_THREADS or work_ns < THREADED_WORK_NS:
         return 1
     count = min(torch.get_num_threads(), _SETTINGS.NUMBA_NUM_THREADS)
-    numba.set_num_threads(count)
+    if count > 1:  # a process with one thread starts no others, and so may still be forked
+        numba.set_num_threads(count)
     return count
 
 

@@ -48,15 +48,17 @@ def compile_kernels(dtype: torch.dtype, on_progress: ProgressCallback | None = N
     def run_swiglu(kernel) -> None:
         kernel(np.zeros(2 * size, stored), size, np.empty(size, stored))
 
-    use_threads(THREADED_WORK_NS)
-    steps = (
+    steps = [
         lambda: run_norm(rms_norm),
-        lambda: run_norm(rms_norm_in_threads),
         lambda: run_swiglu(swiglu),
-        lambda: run_swiglu(swiglu_in_threads),
         lambda: run_attention(attend),
-        lambda: run_attention(attend_in_threads),
-    )
+    ]
+    if use_threads(THREADED_WORK_NS) > 1:
+        steps += [
+            lambda: run_norm(rms_norm_in_threads),
+            lambda: run_swiglu(swiglu_in_threads),
+            lambda: run_attention(attend_in_threads),
+        ]
     for done, step in enumerate(steps):
         if on_progress is not None:
             on_progress("compiling kernels", done / len(steps))
