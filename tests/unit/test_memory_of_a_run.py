@@ -68,7 +68,7 @@ def test_a_command_keeps_its_exit_status():
 
 @pytest.mark.embedded
 @pytest.mark.alone
-def test_every_method_side_by_side_is_three_processes_under_1_2_gb(tmp_path: Path):
+def test_every_method_side_by_side_is_three_processes_under_1_5_gb(tmp_path: Path):
     """The demonstration's arms and loads, with fewer blocks: client, guardian and one server."""
     command = [sys.executable, "-m", "outrider.cli", "bench", "--concurrency", "1,4"]
     command += ["--blocks", "1", "--aa-blocks", "0", "--requests", "4", "--max-tokens", "6"]
@@ -86,4 +86,4 @@ def test_every_method_side_by_side_is_three_processes_under_1_2_gb(tmp_path: Pat
     assert len(arms) >= 5
     assert {tuple(arm["name"] for arm in arms)} == {tuple(arm["process"]) for arm in arms}
     assert 3 == len(found["processes"]), "while it measures; before, the model is looked at"
-    assert 300 * MIB < found["pss_bytes"] < 1.2e9
+    assert 300 * MIB < found["pss_bytes"] < 1.5e9
