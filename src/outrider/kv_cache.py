@@ -114,7 +114,7 @@ class KVCache:
         return row
 
     def free(self, row: int, *, scrub: bool = False) -> None:
-        """Give a row back. Stale contents will be masked; scrub them if they may not be finite."""
+        """Give a row back; scrub it if what it holds may not be finite."""
         assert row not in self._free_rows, "row freed twice"
         self._committed[row] = 0
         if scrub:

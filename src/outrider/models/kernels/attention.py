@@ -25,7 +25,7 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
-from outrider.kv_cache import KEY_BLOCK
+from outrider.kv_cache import KEY_BLOCK, VALUE_MULTIPLE
 from outrider.models.kernels.compiler import helper, kernel, parallel_kernel
 from outrider.models.kernels.vector import (
     LANES,
@@ -47,7 +47,9 @@ from outrider.models.kernels.vector import (
 _LOWEST = np.float32(-3e38)
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
-_WIDE = 4 * LANES  # columns of values that one loop over the keys takes
+_WIDE = 4 * LANES  # keys of a block, and columns of values that one loop over the keys takes
+assert KEY_BLOCK == _WIDE
+assert VALUE_MULTIPLE == LANES
 
 
 @helper
@@ -125,6 +127,15 @@ def _enter(r, qkv, rope, norms, eps, keys, values, sizes, row_R, slot_R, query, 
 
 
 @helper
+def _store_wide(out, start, v0, v1, v2, v3):
+    """Four vectors side by side."""
+    store(out, start, v0)
+    store(out, start + LANES, v1)
+    store(out, start + 2 * LANES, v2)
+    store(out, start + 3 * LANES, v3)
+
+
+@helper
 def _score_block(query, first, second, size, keys, block, scores, first_out, second_out):
     """Two query heads times one block of keys."""
     a0 = a1 = a2 = a3 = splat(_ZERO)
@@ -136,14 +147,8 @@ def _score_block(query, first, second, size, keys, block, scores, first_out, sec
         a, b = splat(query[first + i]), splat(query[second + i])
         a0, a1, a2, a3 = fma(a, k0, a0), fma(a, k1, a1), fma(a, k2, a2), fma(a, k3, a3)
         b0, b1, b2, b3 = fma(b, k0, b0), fma(b, k1, b1), fma(b, k2, b2), fma(b, k3, b3)
-    store(scores, first_out, a0)
-    store(scores, first_out + LANES, a1)
-    store(scores, first_out + 2 * LANES, a2)
-    store(scores, first_out + 3 * LANES, a3)
-    store(scores, second_out, b0)
-    store(scores, second_out + LANES, b1)
-    store(scores, second_out + 2 * LANES, b2)
-    store(scores, second_out + 3 * LANES, b3)
+    _store_wide(scores, first_out, a0, a1, a2, a3)
+    _store_wide(scores, second_out, b0, b1, b2, b3)
 
 
 @helper
@@ -182,15 +187,8 @@ def _mix_wide(weights, first, second, values, start, low, high, tail, width, mix
         a, b = splat(weights[first + i]), splat(weights[second + i])
         a0, a1, a2, a3 = fma(a, v0, a0), fma(a, v1, a1), fma(a, v2, a2), fma(a, v3, a3)
         b0, b1, b2, b3 = fma(b, v0, b0), fma(b, v1, b1), fma(b, v2, b2), fma(b, v3, b3)
-    store(mixed, column, a0)
-    store(mixed, column + LANES, a1)
-    store(mixed, column + 2 * LANES, a2)
-    store(mixed, column + 3 * LANES, a3)
-    column += width
-    store(mixed, column, b0)
-    store(mixed, column + LANES, b1)
-    store(mixed, column + 2 * LANES, b2)
-    store(mixed, column + 3 * LANES, b3)
+    _store_wide(mixed, column, a0, a1, a2, a3)
+    _store_wide(mixed, width + column, b0, b1, b2, b3)
 
 
 @helper

@@ -9,17 +9,19 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from outrider.kv_cache import KEY_BLOCK
 from outrider.models.kernels.attention import attend, attend_in_threads
 from outrider.models.kernels.compiler import THREADED_WORK_NS, use_threads
 from outrider.models.kernels.mlp import swiglu, swiglu_in_threads
 from outrider.models.kernels.norm import rms_norm, rms_norm_in_threads
+from outrider.models.kernels.vector import LANES
 from outrider.types import ProgressCallback
 
 
 def compile_kernels(dtype: torch.dtype, on_progress: ProgressCallback | None = None) -> None:
     """Run every kernel once on a few zeros in ``dtype``: bfloat16 or float32."""
     stored = np.uint16 if dtype == torch.bfloat16 else np.float32
-    size, block = 16, 64
+    size, block = LANES, KEY_BLOCK
     row, floats, nothing = np.zeros(1, np.int64), np.zeros(size // 2, np.float32), np.empty(0)
     no_norm = nothing.astype(np.float32)
 
